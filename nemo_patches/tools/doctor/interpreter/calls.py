@@ -143,7 +143,7 @@ def _by_name(call: Call) -> Abstract:
         and (call.args[0].has("shape") or isinstance(node.args[0], ast.UnaryOp))
     )
     of_form = (
-        call.last in knowledge.STRUCTURE
+        (call.last in knowledge.STRUCTURE and not _converts(call))
         or parts_of(call.last) & knowledge.GRADIENTS
         or parts_of(call.name) & knowledge.GROUP_WORDS
     )
@@ -175,6 +175,8 @@ def _by_name(call: Call) -> Abstract:
     ):
         new = [] if "requires_grad" in call.given else ["new"]
         value = value.tagged("nothing", *new)
+    if last_part(call.origin) in knowledge.DICTS:
+        value = value.tagged("grows")
     if call.name == "dict" or call.last[:1].isupper():
         value = replace(value, entries=tuple(call.given.items())).tagged("object")
         if call.name != "dict":  # what an object decides is in what it is asked
@@ -194,6 +196,11 @@ def _by_name(call: Call) -> Abstract:
     if call.last == "DataLoader" and any(each.count == VARIES for each in given):
         return replace(value, count=VARIES)
     return replace(value, count=UNKNOWN) if is_loader(text_of(node)) else value
+
+
+def _converts(call: Call) -> bool:
+    """`x.type(torch.half)`, which is none of Python's type(x)."""
+    return call.name.endswith(".type") and bool(call.args)
 
 
 def _mixed(call: Call) -> Abstract:
@@ -245,7 +252,9 @@ def _as_generator(value: Abstract, first: Abstract) -> Abstract:
 def _entries(call: Call, value: Abstract) -> Abstract:
     of_dict = call.last in ("items", "keys", "values")
     count = VARIES if of_dict and call.owner.turns == VARIES else SAME
-    item = Abstract() if call.last == "keys" else None
+    key = Abstract(DATA) if call.owner.has("keyed") else Abstract()
+    inner = item_of(value, text_of(call.node))
+    item = {"keys": key, "items": replace(inner, parts=(key, inner))}.get(call.last)
     return replace(value, count=count, item=item)
 
 

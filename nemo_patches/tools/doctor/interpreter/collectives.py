@@ -14,7 +14,12 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Decision,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
-from nemo_patches.tools.doctor.interpreter.values import DATA, VARIES, Abstract
+from nemo_patches.tools.doctor.interpreter.values import (
+    DATA,
+    VARIES,
+    Abstract,
+    modules_in,
+)
 from nemo_patches.tools.doctor.syntax import (
     dotted,
     last_part,
@@ -36,8 +41,8 @@ def collective_of(call: Call) -> Collective | None:
         if any(_owns(each, call.origin, subjects) for each in row.owners):
             if _of_unwrapped(call):
                 return None
-            grouped = "gathers sharded" not in row.why and _of_a_group(call)
-            if grouped and re.search(knowledge.ALONE_OR_ALIKE, text_of(call.node)):
+            grouped = "gathers sharded" not in row.why and of_a_group(call)
+            if grouped and re.search(knowledge.ALONE_OR_ALIKE, _text_of_group(call)):
                 return None
             whole = text_of(call.node.func) if name.startswith("()") else name
             kind = row.pairs_with or last
@@ -50,6 +55,25 @@ def collective_of(call: Call) -> Collective | None:
                 grouped=grouped,
             )
     return _of_wrapped(call)
+
+
+def named_collective(name: object, line: int) -> Collective | None:
+    """One of torch.distributed, by its whole name."""
+    for row in knowledge.ROWS.get(last_part(str(name)), ()):
+        owners = [each for each in row.owners if each.startswith("torch.")]
+        if any(str(name).startswith(each) for each in owners):
+            return Collective(str(name), last_part(str(name)), line)
+    return None
+
+
+def _text_of_group(call: Call) -> str:
+    """What says which ranks a call is made by; not what it is given to send."""
+    args = [
+        each
+        for each, value in zip(call.node.args, call.args, strict=True)
+        if value.has("group") or re.search(knowledge.GROUP_NAME, text_of(each).lower())
+    ]
+    return " ".join(map(ast.unparse, (call.node.func, *args, *call.node.keywords)))
 
 
 def _subjects(call: Call) -> frozenset[str]:
@@ -90,6 +114,7 @@ def _of_wrapped(call: Call) -> Collective | None:
         line=call.node.lineno,
         why=why,
         guess="" if sure else guess,
+        modules=modules_in(call.function.tags),
     )
 
 
@@ -140,7 +165,7 @@ def _of_unwrapped(call: Call) -> bool:
     return any(each.has("unwrapped") for each in (call.owner, *call.args[:1]))
 
 
-def _of_a_group(call: Call) -> bool:
+def of_a_group(call: Call) -> bool:
     """Whether it is given another group than that of all ranks, or to be made alone."""
     alone = ("no_dist", "use_local_synchronization")
     if any(each.arg in alone for each in call.node.keywords):
@@ -167,7 +192,7 @@ def _of_a_group(call: Call) -> bool:
 def guess_of_helper(called: Definition, call: Call | None, file: SourceFile) -> str:
     """What must hold for a helper's collectives to be made by all ranks; empty if nothing."""
     of_parameters = "param_groups" in file.mentioned
-    if call is not None and _of_a_group(call) and not of_parameters:
+    if call is not None and of_a_group(call) and not of_parameters:
         return "its group has all ranks"
     once = bool(file.changed) and any(
         names_in(each.test) & file.changed for each in nodes(called.node, ast.If)

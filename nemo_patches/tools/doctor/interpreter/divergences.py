@@ -76,6 +76,7 @@ _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
 # Collectives of a mesh, whose ranks may have the same batch; and a test for those of a group.
 _OF_A_MESH = words("distribute_module distribute_tensor full_tensor redistribute")
 _IN_GROUP = re.compile(r"\bin [\w.]*group")
+_ANY_OF = re.compile(r"(?:not \()?(?:len\()?([\w.]+)(?:\)(?: [=!<>]=? 0)?)?\)?")
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 # What is found under a guess, and not only left open by it.
 _TOLD = ("the module is sharded", "a rank whose", knowledge.IN_A_GROUP)
@@ -102,11 +103,12 @@ class Kind(Enum):
     ALARM = "an alarm that cannot end it"
     LOCK = "a lock that one process alone holds at a time"
     SET = "the order of a set"
+    THREAD = "a thread that makes collectives beside this one's"
     SIZES = "how much it takes of each rank"
 
 
 # What may be wrong with a collective that something else is wrong with.
-_BESIDE_OTHERS = (Kind.LOOP, Kind.ALARM, Kind.LOCK, Kind.SET, Kind.SIZES)
+_BESIDE_OTHERS = (Kind.LOOP, Kind.ALARM, Kind.LOCK, Kind.SET, Kind.SIZES, Kind.THREAD)
 _KINDS = {
     "for": Kind.LOOP,
     "filter": Kind.LOOP,
@@ -303,7 +305,7 @@ class WaysCompared:
         if not self._usual.events:
             return
         alone = functions.one_rank(self.reader, self.reader.definition)
-        of_all = [each for each in self._usual.events if not each.made.grouped]
+        of_all = [each for each in self._usual.events if not each.made.of_some]
         if self.reader.in_hook and not alone:
             of_all = [each for each in of_all if not _of_all(each)]
         if of_all and (alone or self.reader.in_hook):
@@ -339,7 +341,7 @@ class WaysCompared:
         way = Way(decide, caught)
         way.follow(self.items)
         if by_rank:  # a rank that is in no group has to make nothing there
-            way.events = [each for each in way.events if not each.made.grouped]
+            way.events = [each for each in way.events if not each.made.of_some]
         return way
 
     def _by_rank(self) -> Iterator[Divergence]:
@@ -370,8 +372,16 @@ class WaysCompared:
     def _by_data(self) -> Iterator[Divergence]:
         for each in self.conditions[:_MOST_TESTS]:
             guess = self._guess_of_batches(each)
-            if guess or (each.value.level == VARIES and not each.value.has("rank")):
+            varies = each.value.level == VARIES or self._is_gathered(each)
+            if guess or (varies and not each.value.has("rank")):
                 yield from self._by_test(each, guess=guess)
+
+    def _is_gathered(self, condition: Decision) -> bool:
+        """Whether it asks if there is any of what is gathered from all ranks behind it."""
+        asked = _ANY_OF.fullmatch(condition.key)
+        known = condition.value.has("agreed") or condition.value.at is not None
+        gathered = self.reader.gathered.get(asked[1], 0) if asked and not known else 0
+        return condition.line < gathered
 
     def _by_test(
         self, condition: Decision, *, by_rank: bool = False, guess: str = ""
@@ -532,6 +542,8 @@ class WaysCompared:
             return sharded and made.pairs_with in (FORWARD, UNUSED)
         for each in conditions:
             if each.kind == "for" and each.around(made.line):
+                if each.value.has("keyed"):  # and as many may be others
+                    return True
                 return made.pairs_with != LOG and not self._agreed_before(each.line)
         return not made.guess or made.guess.startswith(_TOLD)
 

@@ -206,7 +206,10 @@ def _slice(reader: Interpreter, value: Abstract, node: ast.Slice) -> Abstract:
         tags |= {"even"}
     count = value.count if value.level == VARIES else None
     if unequal and not value.has("even"):
-        count = VARIES
+        # Cut off at what the number of ranks divides, all shares are as long.
+        cut = "step" in bounds and "upper" in bounds and bounds["upper"].has("sized")
+        cut = cut and not reader.file.seeded_by_rank
+        count = SAME if cut else VARIES
     item = Abstract(DATA) if own and value.level < DATA else None
     return Abstract(value.level, tags=tags, count=count, item=item)
 

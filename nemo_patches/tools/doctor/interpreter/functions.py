@@ -107,12 +107,19 @@ def call_helper(
     if inner.alarm is not None:
         reader.alarm = inner.alarm
     for parameter, expression in _passed(called, call):
+        if parameter in inner.gathered:
+            reader.gathered[dotted(expression)] = node.lineno
         after = inner.env.get(parameter, Abstract())
         before = given.get(parameter, Abstract())
         if after.has("agreed") and not before.has("agreed"):
             reader.agree_on(expression)
+        if after.has("updated") and not before.has("updated"):
+            reader.set(dotted(expression), after)
     if of_self:
-        reader.env.update(attributes_in(inner.env))
+        own = attributes_in(inner.env)
+        reader.env.update(own)
+        filled = {name for name, each in own.items() if each.has("keyed", "updated")}
+        reader.set_here |= filled
     return inner.returned
 
 

@@ -37,6 +37,7 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
+    FILLED,
     SAME,
     UNKNOWN,
     VARIES,
@@ -85,6 +86,9 @@ class Interpreter:
         self.turns = SAME
         self.branches = 0
         self.loops = 0
+        # What differs by this function's own word: it gathers it, or its length, in these lines.
+        self.gathered: dict[str, int] = {}
+        self.of_items = 0  # loops over what one batch has
         self.meanings: dict[str, str] = {}  # what a name was set to that may be a test
         self.unsynced = False  # within no_sync
         # Within join(): a rank that has ended makes the model's collectives of the others.
@@ -150,11 +154,11 @@ class Interpreter:
             put = replace(put, entries=whole.entries, ref=None)
             if whole.has("grows") and self.chosen == VARIES:
                 put = replace(put, level=VARIES, count=VARIES)
-            key = (
-                self.of(target.slice).at if isinstance(target, ast.Subscript) else None
-            )
-            if key and isinstance(key[0], str) and set(key) == {key[0]}:
-                put = put.with_entry(key[0], value)
+            if isinstance(target, ast.Subscript):
+                key = self.of(target.slice)
+                put = self.filled(put, key)
+                if key.at and isinstance(key.at[0], str) and set(key.at) == {key.at[0]}:
+                    put = put.with_entry(key.at[0], value)
             value = put.tagged(*value.tags & {"const"})
             target = target.value
         name = dotted(target)
@@ -183,14 +187,25 @@ class Interpreter:
             why = knowledge.SHARED_SETTINGS[last]
             self.emit(Collective(name, last, target.lineno, why))
         self.set(name, value)
-        if value.has("ddp", "fsdp"):
+        if value.has("ddp", "fsdp") and last != "module":  # model.module is none
             self.file.wrapped[last] = carried(value.tags)
+
+    def filled(self, whole: Abstract, key: Abstract) -> Abstract:
+        """A dict that has this key from now on, which only this rank may have."""
+        if not whole.has("grows"):
+            return whole
+        if key.level >= DATA or self.chosen == VARIES:
+            return _of_own_keys(whole)
+        return whole.tagged(f"{FILLED}{key.at[0] if key.at else ''}")
 
     def _unpack(self, target: ast.Tuple | ast.List, value: Abstract) -> None:
         fit = len(value.parts) == len(target.elts)
         for number, each in enumerate(target.elts):
             if fit:
                 self.assign(each, value.parts[number])
+                continue
+            if value.item is not None and value.item.count == VARIES:
+                self.assign(each, value.item)
                 continue
             at = applied(lambda column, place=number: column[place], [value.at], "")
             self.assign(each, replace(value, at=at, item=None, parts=(), ref=None))
@@ -250,6 +265,10 @@ class Interpreter:
         value = joined(one, other)
         if one == other:
             return value
+        own = condition.value.level >= DATA or condition.value.has("lacks")
+        own = own and not re.search(knowledge.FORM_OF_ITEM, condition.key)
+        if own and self.of_items and _keys_in(one) != _keys_in(other):
+            value = _of_own_keys(value)
         if one.ref != other.ref and (_callable(one) or _callable(other)):
             value = replace(value, ref=Choice(condition, one.ref, other.ref))
         if name == "return" and condition.value.level == VARIES:
@@ -284,6 +303,8 @@ class Interpreter:
         value = self.of(node)
         asked = (ast.BoolOp, ast.UnaryOp, ast.NamedExpr, ast.Compare)
         named = isinstance(node, (ast.Name, ast.Attribute))
+        if named and value.has("keyed") and value.level == DATA:  # any batch has some
+            return replace(value, level=UNKNOWN).tagged("lacks")
         if named and value.has("taken"):  # whether all of it has been worked off
             return replace(value, level=VARIES)
         # A list that an object has was filled in an earlier step.
@@ -357,6 +378,15 @@ def _subjects(file: SourceFile, owner: Definition | None) -> frozenset[str]:
     if any(each.startswith("nemo.") and last_part(each) != "ModelPT" for each in bases):
         subjects.add("nemo")
     return frozenset(subjects)
+
+
+def _of_own_keys(value: Abstract) -> Abstract:
+    return replace(value, level=max(value.level, DATA), count=VARIES).tagged("keyed")
+
+
+def _keys_in(value: Abstract) -> set[str]:
+    """What a dict is known to have been filled under in this function."""
+    return {each for each in value.tags if each.startswith(FILLED)}
 
 
 def _callable(value: Abstract) -> bool:

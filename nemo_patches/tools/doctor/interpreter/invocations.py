@@ -40,6 +40,7 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
+    IN_A_GROUP,
     SAME,
     UNKNOWN,
     VARIES,
@@ -136,12 +137,16 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     if sounds and last not in reader.file.env:
         reader.items.append(Unseen(call.name))
     if call.last in knowledge.ADDING and isinstance(node.func, ast.Attribute):
-        return _add(reader, dotted(node.func.value), call)
+        added = _add(reader, dotted(node.func.value), call)
+        _add_to_item(reader, node.func.value)
+        return added
     if call.name in ("filter", "map") and len(call.args) == 2:
         return _mapped(reader, call)
     _set_alarm(reader, call)
+    _update(reader, call)
     _keep(reader, call)
     _pass_on(reader, call)
+    _hand_over(reader, call)
     value = calls.called(call)
     if node.args and re.search(knowledge.AGREES_IN_PLACE, call.last):
         reader.agree_on(node.args[0])
@@ -162,6 +167,31 @@ def _pass_on(reader: Interpreter, call: calls.Call) -> None:
         own = function_of(each.ref)
         if own and any(of_kind(items_of(reader, own), Collective)):
             reader.items.append(Unseen(own.name))
+
+
+def _hand_over(reader: Interpreter, call: calls.Call) -> None:
+    """A collective of all ranks that a thread makes, which nothing here waits for."""
+    if call.last not in knowledge.THREADS or "submitit" in reader.file.imported:
+        return
+    waits = any(
+        each.attr in knowledge.WAITS and each.lineno >= call.node.lineno
+        for each in nodes(reader.definition.node, ast.Attribute)
+    )
+    if waits or collectives.of_a_group(call) or "parallel" not in reader.file.subjects:
+        return
+    for each in (*call.args, *call.given.values()):
+        made = collectives.named_collective(each.ref, call.node.lineno)
+        inner: list[Collective] = [] if made is None else [made]
+        if isinstance(each.ref, Definition) and isinstance(
+            each.ref.node, ast.FunctionDef
+        ):
+            inner = [
+                replace(one, name=each.ref.name, line=call.node.lineno)
+                for one in of_kind(items_of(reader, each.ref), Collective)
+                if "torch.distributed.checkpoint" in reader.file.origin(one.name)
+            ]
+        for one in inner[:1]:
+            reader.found.append(("THREAD", one, one.line))
 
 
 def _handle(reader: Interpreter, call: calls.Call) -> None:
@@ -271,7 +301,8 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
     owner = call.owner
     chosen = reader.chosen >= DATA
     added = replace(joined(owner, mixed(call.args)), at=None, item=None, parts=())
-    if call.args and isinstance(call.args[-1].ref, Definition):
+    last = call.args[-1] if call.args else Abstract()
+    if isinstance(last.ref, Definition) or last.count == VARIES:
         added = replace(added, item=call.args[-1])
     # A list of this function is as long as the turns in which it is added to.
     unknown = owner.count is None and "." in name
@@ -281,6 +312,33 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
     added = replace(added, level=VARIES if chosen else added.level, count=count)
     reader.set(name, added.tagged("even") if reader.sized else added)
     return Abstract()
+
+
+def _add_to_item(reader: Interpreter, node: ast.expr) -> None:
+    """Of a dict: `lists[key].append(..)`, `lists.setdefault(key, []).append(..)`."""
+    match node:
+        case (
+            ast.Subscript(value=whole, slice=key)
+            | ast.Call(
+                func=ast.Attribute(value=whole, attr="setdefault"), args=[key, _]
+            )
+        ):
+            reader.set(dotted(whole), reader.filled(reader.of(whole), reader.of(key)))
+
+
+def _update(reader: Interpreter, call: calls.Call) -> None:
+    """A tensor that is changed in place by this rank's data: `self.count.mul_(0.9).add_(new)`."""
+    given = mixed([*call.args, *call.given.values()])
+    if not call.last.endswith("_") or given.level < DATA:
+        return
+    node: ast.expr = call.node
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        node = node.func.value
+    name = dotted(node).removesuffix(".data")
+    if "()" not in name and reader.file.reference(name) is None:
+        known = reader.env.get(name, Abstract())
+        updated = replace(joined(known, given), count=known.count, item=None)
+        reader.set(name, updated.tagged("updated"))
 
 
 def _mapped(reader: Interpreter, call: calls.Call) -> Abstract:
@@ -319,7 +377,10 @@ def _wrap(reader: Interpreter, call: calls.Call, kind: str, last: str) -> Abstra
     node = call.node
     perhaps = ["perhaps"] if reader.branches and kind == "fsdp" else []
     engine = ["@engine"] if last == "initialize" else []
-    value = tagged(kind, *perhaps, *engine, f"{WRAPPED_AT}{node.lineno}")
+    groups = map(call.given.get, knowledge.GROUP_OF_A_WRAPPER)
+    grouped = any(each and not (each.parts or each.has("nothing")) for each in groups)
+    place = f"{WRAPPED_AT}{node.lineno}{IN_A_GROUP if grouped else ''}"
+    value = tagged(kind, *perhaps, *engine, place)
     if call.args and "auto_wrap_policy" in call.given:
         _wrap_layers(reader, call.args[0].ref, value.tags)
     if last != "fully_shard" or not node.args:
@@ -355,11 +416,27 @@ def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
         each.value for each in node.keywords if each.arg not in knowledge.SETTINGS
     ]
     if last in knowledge.READING:
+        _note_gathered(reader, node, last)
         into_first = last.startswith("all_") and len(every) > 1
         every = every[:1] if into_first else []
     for each in every:
         reader.agree_on(each)
     return AGREED.tagged("group") if last in knowledge.GROUPS else AGREED
+
+
+def _note_gathered(reader: Interpreter, node: ast.Call, last: str) -> None:
+    """An object that may be another one on each rank, or that of which a length is gathered."""
+    for each in node.args[1:2] if last.startswith("all_") else node.args[:1]:
+        text = reader.meaning(each)
+        lengths = re.findall(
+            r"len\(([\w.]+)\)|([\w.]+)\.(?:shape\[0\]|size\(0\))", text
+        )
+        names = [name for pair in lengths for name in pair]
+        if last.endswith("_object"):
+            names += map(dotted, nodes(each, ast.Name, ast.Attribute))
+        for name in names:
+            if not reader.env.get(name, Abstract()).has("agreed"):
+                reader.gathered[name] = node.lineno
 
 
 def _generate(reader: Interpreter, node: ast.Call, made: Collective) -> None:

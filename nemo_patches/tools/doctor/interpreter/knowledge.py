@@ -38,6 +38,8 @@ megatron. | load_checkpoint save_checkpoint | in which all ranks take part | |
     scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params unshard
     | which gathers sharded parameters | |
 * | optim_state_dict_to_load | | the state is sharded, or on rank 0 alone |
+accelerate.utils. | broadcast broadcast_object_list gather gather_object pad_across_processes
+    reduce | | |
 @accelerator | gather gather_for_metrics reduce wait_for_everyone | | |
 @accelerator | get_state_dict save_model save_state
     | | the model is sharded, by FSDP or DeepSpeed |
@@ -138,6 +140,7 @@ WRAPPERS = {
 }
 # What a class makes, whatever it is called: as COLLECTIVES has its owner.
 MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "@trainer"}
+GROUP_OF_A_WRAPPER = ("process_group", "pg_collection")
 SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
 # Files in which the backward pass reduces the gradients: those that name one of these, or make a
 # group of ranks and reduce no gradient themselves.
@@ -285,6 +288,7 @@ PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 TEXTS = words("key name")
 OF_SETS = words("copy difference intersection symmetric_difference union")
+DICTS = words("Counter OrderedDict defaultdict dict")
 ADDING = words("append extend add put put_nowait")
 QUEUES = words("q queue")
 TAKING = words("get get_nowait pop popleft remove")
@@ -308,6 +312,9 @@ LOCKS = r"(FileLock|InterProcessLock)$|^portalocker\.\w*Lock$"
 FILE_LOCKS = words("fcntl.flock fcntl.lockf portalocker.lock portalocker.unlock")
 # Of what ranks make in a loop of another function that serves a rank.
 NOT_SERVED = "no rank waits for it in the loop of this file that serves it"
+# What runs a function in a thread, and what waits for it.
+THREADS = words("Thread run_in_executor submit to_thread")
+WAITS = words("join result wait")
 PROCESS_ENDS = words("sys.exit exit quit os._exit os.abort")
 # A method in which all ranks take part, or the others of a rank; not torch's own.
 SOUNDS_COLLECTIVE = (
@@ -320,6 +327,8 @@ AGREES_IN_PLACE = r"^_?(all_?reduce|broadcast)(_object_list|_tensors?)?_?$"
 NEW_TENSORS = words("torch.tensor torch.zeros torch.as_tensor")
 # A test of what word a batch has.
 WORD_OF_BATCH = r"\b(batch|batches|data|samples?)(\[[^\]]*\])+ (==|!=|in|not in) [^\d-]"
+# A test of which fields an item has, which are mostly those of all.
+FORM_OF_ITEM = r"'\w+' (not )?in |^(not \()?[\w.]+(\[[^\]]*\])* is (not )?None|\.get\("
 # What must hold for ranks to differ in a test that they mostly agree in, by what the test says.
 NO_GRADIENT = r"\bgrads\b|\bgrad\w*\b.{0,12} is (not )?None"
 NO_BATCH = r"\b(batch(es)?|data|samples?) is (not )?None\b"
@@ -364,8 +373,8 @@ MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
-    alone counted ddp even file fsdp gradient lacks loader metric next perhaps random rank sized
-    text
+    alone counted ddp even file fsdp gradient keyed lacks loader metric next perhaps random rank
+    sized text
     """)
 
 

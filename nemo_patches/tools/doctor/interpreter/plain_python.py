@@ -113,14 +113,15 @@ class _Plain(ast.NodeTransformer):
                         ],
                         handlers=[
                             ast.ExceptHandler(
-                                type=ast.Name(id="StopIteration"), body=[ast.Break()]
+                                type=ast.Name(id="StopIteration"),
+                                body=[*last, ast.Break()],
                             )
                         ],
                     ),
                     *body,
                 ],
             ):
-                return ast.For(target, iterated, body or [ast.Pass()], [])
+                return ast.For(target, iterated, body or [ast.Pass()], last)
         return node
 
     def visit_With(self, node: ast.With) -> ast.AST:

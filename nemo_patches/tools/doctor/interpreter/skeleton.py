@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TypeVar
 
 from nemo_patches.tools.doctor.interpreter.members import Column
-from nemo_patches.tools.doctor.interpreter.values import Abstract
+from nemo_patches.tools.doctor.interpreter.values import IN_A_GROUP, Abstract
 
 # Kinds of collectives that pair by something else than their names.
 BACKWARD = "backward"
@@ -50,6 +50,12 @@ class Collective:
     grouped: bool = False
     modules: frozenset[str] = frozenset()
     place: tuple[int, str] | None = None
+
+    @property
+    def of_some(self) -> bool:
+        """Whether only some ranks make it, which a group or a wrapped module has."""
+        known = [each.endswith(IN_A_GROUP) for each in self.modules]
+        return self.grouped or (bool(known) and all(known))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import knowledge
@@ -20,6 +20,7 @@ from nemo_patches.tools.doctor.interpreter.names import parts_of, sounds_like_da
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
+    FILLED,
     SAME,
     UNKNOWN,
     VARIES,
@@ -127,6 +128,10 @@ class SourceFile:
             dotted(each).endswith("Sampler")
             for of_class in nodes(tree, ast.ClassDef)
             for each in of_class.bases
+        )
+        # DDP gives all ranks rank 0's buffers at the next step, if it is not told otherwise.
+        self.shares_buffers = all(
+            each.arg != "broadcast_buffers" for each in nodes(tree, ast.keyword)
         )
         self.wrapped = dict(_deepspeed_engines(tree))
         self.attributes: dict[str, dict[str, Abstract]] = {}
@@ -240,7 +245,7 @@ class SourceFile:
             value = given.get(argument.arg) or self._argument(argument, default)
             if definition.name.endswith(".__init__") and "optional" not in value.tags:
                 value = replace(value, level=min(value.level, UNKNOWN))
-            if not given and value.level and value.at is None:
+            if not given:
                 value = self._as_called(definition, argument.arg, value)
             if (
                 given
@@ -260,6 +265,17 @@ class SourceFile:
     ) -> Abstract:
         """What an argument is that its name says nothing of: as the file's calls give it."""
         given = self.given_before.get(definition.node, {}).get(name, [])
+        if given and not any(each.has("ddp", "fsdp") for each in given):
+            value = value.without("ddp", "fsdp")
+        if value.at is not None:
+            return value
+        if (
+            not value.level
+        ):  # by its type: a length of this rank's batch is a number, too
+            own = (
+                each for each in given if each.level == VARIES and each.count is None
+            )
+            return reduce(joined, own, value)
         for each in given:
             if self.members.differ(each.at):
                 return each
@@ -338,6 +354,10 @@ class SourceFile:
         """What a method has set, joined with what others have."""
         kept = self.attributes.setdefault(of_class, {})
         for key, value in known.items():
+            if self.shares_buffers and value.has("updated"):
+                continue
+            tags = [each for each in value.tags if not each.startswith(FILLED)]
+            value = replace(value, tags=frozenset(tags))
             kept[key] = joined(kept[key], value) if key in kept else value
 
 

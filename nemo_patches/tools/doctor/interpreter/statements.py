@@ -14,7 +14,7 @@ from nemo_patches.tools.doctor.interpreter import (
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.invocations import call_of
-from nemo_patches.tools.doctor.interpreter.names import parts_of
+from nemo_patches.tools.doctor.interpreter.names import is_loader, parts_of
 from nemo_patches.tools.doctor.interpreter.plain_python import leaves
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
@@ -260,12 +260,32 @@ def visit_While(reader: Interpreter, node: ast.While) -> None:
     items = _turns(reader, node, endless=endless)
     reader.sized = sized
     asked.append(reader.condition(node.test, node))
+    _filled_up(reader, node.test)
     condition = max(asked, key=lambda each: each.value.level)
     _loop(reader, condition, items, node, endless=endless)
 
 
+def _draws_keys(node: ast.For, iterated: Sequence[ast.AST]) -> bool:
+    """Whether a loop takes keys, by which it asks the same dict: the fields of a batch."""
+    asked = {f"{text_of(each)}[{text_of(node.target)}]" for each in iterated}
+    return any(text_of(each) in asked for each in nodes(node, ast.Subscript))
+
+
+def _filled_up(reader: Interpreter, test: ast.expr) -> None:
+    """Behind `while len(items) < number`, the list has a number of items that all know."""
+    match test:
+        case ast.Compare(
+            left=ast.Call(func=ast.Name(id="len"), args=[items]),
+            ops=[ast.Lt() | ast.NotEq()],
+            comparators=[number],
+        ) if reader.of(number).level == SAME:
+            reader.set(dotted(items), replace(reader.of(items), count=SAME))
+
+
 def visit_For(reader: Interpreter, node: ast.For) -> None:
     iterated = reader.of(node.iter)
+    if iterated.has("object") and iterated.has("rank"):  # a loader that shares out
+        iterated = replace(iterated, level=SAME).without("rank")
     before, behind = _generated(reader, iterated, node)
     reader.items += before
     whole = [node.iter, *getattr(node.iter, "args", [])]  # enumerate(data)
@@ -278,7 +298,14 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     if iterated.at is not None and isinstance(node.target, ast.Name):
         reader.ranges[node.target.id] = condition.key, iterated.at
     drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
+    if not iterated.has("keyed") and _draws_keys(node, whole):
+        drawn = Abstract()
+    keys = last_part(dotted(getattr(node.iter, "func", node))) in ("items", "keys")
+    of_items = iterated.level >= DATA and drawn.level >= DATA and not keys
+    of_items = of_items and not is_loader(text_of(node.iter))
+    reader.of_items += of_items
     items = _turns(reader, node, iterated.turns, drawn)
+    reader.of_items -= of_items
     reader.ranges.pop(getattr(node.target, "id", ""), None)
     _loop(reader, condition, items, node, behind=behind)
     if iterated.has("set"):
@@ -286,7 +313,8 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
         is_text = named or iterated.has("text")
         guess = "" if is_text else "its items are no numbers"
         for each in _made_with(node, items):
-            made = replace(each, guess=each.guess or guess)
+            own = "" if each.grouped else each.guess
+            made = replace(each, guess=own or guess)
             reader.found.append(("SET", made, node.lineno))
 
 
@@ -308,6 +336,9 @@ def _generated(
 def _made_with(node: ast.For, items: Items) -> list[Collective]:
     """The collectives of a loop's body that are given its item, or what is made of it."""
     names = names_in(node.target)
+    for each in nodes(node, ast.Assign):
+        if names & names_in(each.value):
+            names = names.union(*map(names_in, each.targets))
     calls_of = nodes(node, ast.Call)
     given = {each.lineno for each in calls_of if names & names_in(each)}
     return [each for each in own_collectives(items) if each.line in given]
@@ -363,8 +394,9 @@ def _loop(
     with reader.inside() as last:
         reader.items += behind
         reader.block(node.orelse)
-    if node.orelse:  # which is not in the loop
-        condition = replace(condition, end=node.orelse[0].lineno - 1)
+    first = node.orelse[0].lineno if node.orelse else 0
+    if first > node.body[-1].lineno:  # which is not in the loop
+        condition = replace(condition, end=first - 1)
     reader.items.append(Loop(condition, items, last, endless))
 
 

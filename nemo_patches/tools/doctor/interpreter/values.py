@@ -79,6 +79,8 @@ _OF_BOTH = {"agreed", "const", "new", "nothing"}
 AGREED = tagged("agreed")
 _NO_TAGS = frozenset[str]()
 WRAPPED_AT = "wrapped at "  # a tag: and the line
+FILLED = "filled "  # a tag of a dict: and the key
+IN_A_GROUP = " in a group"  # and this, if it is not wrapped for all ranks
 
 
 def modules_in(tags: frozenset[str]) -> frozenset[str]:
