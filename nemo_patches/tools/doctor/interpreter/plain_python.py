@@ -57,10 +57,8 @@ def _joined(body: list[ast.stmt]) -> list[ast.stmt]:
                     items=[ast.withitem(context_expr=ast.Name(id=again))]
                 ) as block,
             ) if name == again:
-                block.items[0].context_expr = chosen.body
-                other = copy.deepcopy(block)
-                other.items[0].context_expr = chosen.orelse
-                made = ast.copy_location(ast.If(chosen.test, [block], [other]), block)
+                block.items[0].context_expr = chosen
+                made = _with_of_either(block)
                 return [*body[:number], *_joined([made, *body[number + 2 :]])]
             case (
                 ast.Assign(
@@ -72,6 +70,24 @@ def _joined(body: list[ast.stmt]) -> list[ast.stmt]:
                 loop.iter = iterated
                 return [*body[:number], *_joined(body[number + 1 :])]
     return body
+
+
+def _with_of_either(node: ast.With) -> ast.stmt:
+    """A with of what a test chooses as a with on either side of the test."""
+    match node.items:
+        case [ast.withitem(context_expr=ast.IfExp() as chosen) as item]:
+            sides: list[ast.stmt] = [
+                ast.copy_location(
+                    ast.With(
+                        [ast.withitem(each, item.optional_vars)],
+                        copy.deepcopy(node.body),
+                    ),
+                    node,
+                )
+                for each in (chosen.body, chosen.orelse)
+            ]
+            return ast.copy_location(ast.If(chosen.test, sides[:1], sides[1:]), node)
+    return node
 
 
 class _Plain(ast.NodeTransformer):
@@ -133,7 +149,7 @@ class _Plain(ast.NodeTransformer):
             for each in call.args
         ]
         if not errors:
-            return node
+            return _with_of_either(node)
         handler = ast.ExceptHandler(ast.Tuple(errors, ast.Load()), None, [ast.Pass()])
         return ast.Try(node.body, [handler], [], [])
 
