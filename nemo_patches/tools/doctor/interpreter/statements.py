@@ -115,6 +115,9 @@ def _of_class(reader: Interpreter, of_class: ast.ClassDef, node: ast.Assign) -> 
             member = value
             if several or (of_enum and not value.at):
                 member = reader.file.constant(whole)
+            otherwise = reader.file.by_rank.get(dotted(each), member)
+            if otherwise.has("signal"):  # by a handler that is a method of the class
+                member = otherwise
             reader.env[whole] = member
             # rank: int = 0 is a default, and no object's own.
             of_object = reader.file.source(dotted(each)) or member
