@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # No: pip would compile all 310 MB of NeMo's environment, for two minutes of CPU; an import compiles what it needs.
 export PIP_COMPILE = 0
 
-.PHONY: help demo demo-picture check test beside test-hosts test-% test-wheel test-pythons test-nemo-pythons test-torch test-lightning test-wrapt build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
+.PHONY: help demo demo-picture check test test-hosts test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning test-wrapt build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
 .PHONY: lint lint-with-torch golden clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
@@ -63,20 +63,20 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 	mkdir -p docs/pictures
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
-# The installation; then the tests on the first NeMo, three files at a time, beside all else, one after the other.
+# First what is needed most; then what does not wait, beside the checks and the rest of the installation; then the tests
+# that wait (marker "alone"), three files at a time, beside those of the wheel and of the other NeMo.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
-BESIDE = lint-with-torch check-patches docs test-wheel $(OLDEST_AND_NEWEST:%=test-on-python-%) $(OTHERS:%=test-%)
 STAGES = .venv/stages
 test:
 	$(MAKE) .venv/dev/ready
 	$(MAKE) -j2 .venv/nemo-$(FIRST)/ready .venv/docs/ready $(OTHERS:%=.venv/nemo-%/nemo)
 	$(MAKE) $(ENVIRONMENTS)
 	@rm -f $(STAGES)
-	@code=0; $(MAKE) -k -j2 stage-test-$(FIRST) beside || code=$$?; echo "== make test ran"; cat $(STAGES); exit $$code
-
-beside:
-	@code=0; for each in $(BESIDE); do $(MAKE) stage-$$each || code=$$?; done; exit $$code
+	@code=0; \
+	$(MAKE) -k -j2 stage-test-together-$(FIRST) stage-lint-with-torch stage-check-patches stage-docs || code=$$?; \
+	$(MAKE) -k -j2 stage-test-alone-$(FIRST) test-others || code=$$?; \
+	echo "== make test ran"; cat $(STAGES); exit $$code
 
 # A target as a stage of `make test`: when it has ended, one line. What failed in it tests/conftest.py adds there.
 stage-%:
@@ -90,14 +90,28 @@ check: lint
 	@echo "== tests that need neither torch nor NeMo"
 	.venv/dev/bin/python -m pytest -q -n 2 --dist loadfile -m "wheel and not (alone or installed)" $(WITHOUT_TORCH)
 
-# What needs neither torch nor NeMo is run once, from the wheel. On another NeMo what `matrix` marks is run, but for what waits.
-OF_THE_FIRST = -n 3 -m "not (hosts or weekly) and (installed or not wheel)"
-OF_ANOTHER = -n 0 -m "matrix and not (alone or weekly)" $$(grep -l mark.matrix tests/test_*.py tests/*/test_*.py)
-# In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
+# One after the other, beside the tests that wait.
+test-others:
+	@code=0; for each in test-wheel $(OLDEST_AND_NEWEST:%=test-on-python-%) $(OTHERS:%=test-together-%); do \
+	$(MAKE) stage-$$each || code=$$?; done; exit $$code
+
 test-%: .venv/nemo-%/ready
+	$(MAKE) test-together-$* $(if $(filter $*,$(FIRST)),test-alone-$*)
+
+# What needs neither torch nor NeMo is run once, from the wheel. On another NeMo what `matrix` marks is run, but for what waits.
+TOGETHER = not (hosts or alone or weekly) and (installed or not wheel)
+OF_EACH_NEMO = $$(grep -l mark.matrix tests/test_*.py tests/*/test_*.py)
+# In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
+PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
+test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder \
-		$(if $(filter $*,$(FIRST)),$(OF_THE_FIRST),$(OF_ANOTHER))
+	.venv/nemo-$*/bin/python $(PYTEST) $(if $(filter $*,$(FIRST)),-n 3 -m "$(TOGETHER)",-n 0 -m "matrix and not (alone or weekly)" $(OF_EACH_NEMO))
+
+# Only these files are imported: others import NeMo, which each of the processes would do for nothing.
+WAIT = $$(grep -l mark.alone tests/test_*.py tests/*/test_*.py)
+test-alone-%: .venv/nemo-%/ready
+	@echo "== tests on NeMo $*, those that wait, three files at a time"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "alone and not (hosts or weekly)" $(WAIT)
 
 # Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
 test-hosts: .venv/nemo-$(FIRST)/ready
