@@ -104,7 +104,7 @@ _LIST = (
     rf"{RANK_LIST})\b"
     r"(?P<closed>[\])}])?"
 )
-_WHO_IN_CHINESE = f"(?P<who>)(?:{_NAMES}|进程|节点)"
+_WHO_IN_CHINESE = f"(?P<who>)(?:{_NAMES}|进程|节点" + ")"
 _SAME_CLAUSE = r"[^\uff0c\u3002\uff1b,;]"
 _DIED_IN_CHINESE = "崩溃|异常退出|已退出|被杀|被终止|挂掉|死亡"
 _ABSENT_IN_CHINESE = (
