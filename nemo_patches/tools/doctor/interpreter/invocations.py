@@ -31,6 +31,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Loop,
     Unseen,
     of_kind,
+    own_collectives,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
@@ -179,19 +180,23 @@ def _hand_over(reader: Interpreter, call: calls.Call) -> None:
     )
     if waits or collectives.of_a_group(call) or "parallel" not in reader.file.subjects:
         return
+    line = call.node.lineno
     for each in (*call.args, *call.given.values()):
-        made = collectives.named_collective(each.ref, call.node.lineno)
-        inner: list[Collective] = [] if made is None else [made]
-        if isinstance(each.ref, Definition) and isinstance(
-            each.ref.node, ast.FunctionDef
-        ):
-            inner = [
-                replace(one, name=each.ref.name, line=call.node.lineno)
-                for one in of_kind(items_of(reader, each.ref), Collective)
-                if "torch.distributed.checkpoint" in reader.file.origin(one.name)
+        named = collectives.named_collective(each.ref, line)
+        made = [named] if named else []
+        if own := function_of(each.ref):
+            items = items_of(reader, own)
+            every = {one.pairs_with for one in of_kind(items, Collective)}
+            if not every.isdisjoint(WITHOUT_AGREEMENT):
+                continue  # the thread that trains
+            tested = [*own_collectives(of_kind(items, Branch))]
+            made = [
+                replace(one, name=own.name, line=line)
+                for one in own_collectives(items)
+                if not (one.of_some or one.guess or one in tested)
             ]
-        for one in inner[:1]:
-            reader.found.append(("THREAD", one, one.line))
+        for one in made[:1]:
+            reader.found.append(("THREAD", one, line))
 
 
 def _handle(reader: Interpreter, call: calls.Call) -> None:
@@ -303,7 +308,7 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
     added = replace(joined(owner, mixed(call.args)), at=None, item=None, parts=())
     last = call.args[-1] if call.args else Abstract()
     if isinstance(last.ref, Definition) or last.count == VARIES:
-        added = replace(added, item=call.args[-1])
+        added = replace(added, item=last)
     # A list of this function is as long as the turns in which it is added to.
     unknown = owner.count is None and "." in name
     count = None if unknown else max(owner.count or SAME, reader.turns)

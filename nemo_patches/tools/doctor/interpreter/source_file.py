@@ -269,22 +269,20 @@ class SourceFile:
             value = value.without("ddp", "fsdp")
         if value.at is not None:
             return value
-        if (
-            not value.level
-        ):  # by its type: a length of this rank's batch is a number, too
-            own = (
-                each for each in given if each.level == VARIES and each.count is None
+        if not value.level:
+            # By its type: a length of this rank's batch is a number, too.
+            differ = [each for each in given if each.level == VARIES]
+            return reduce(
+                joined, (each for each in differ if each.count is None), value
             )
-            return reduce(joined, own, value)
         for each in given:
             if self.members.differ(each.at):
                 return each
         called = value
         for each in given:
             called = joined(each, called) if called is not value else each
-        if (
-            value.level == DATA
-        ):  # what a name says counts less than what all ranks agreed on
+        if value.level == DATA:
+            # What a name says counts less than what all ranks agreed on.
             return called if called.has("agreed") else value
         if parts_of(name) & knowledge.OTHER_NAMES and called.count != VARIES:
             return value

@@ -115,9 +115,9 @@ def _of_class(reader: Interpreter, of_class: ast.ClassDef, node: ast.Assign) -> 
             member = value
             if several or (of_enum and not value.at):
                 member = reader.file.constant(whole)
-            otherwise = reader.file.by_rank.get(dotted(each), member)
-            if otherwise.has("signal"):  # by a handler that is a method of the class
-                member = otherwise
+            by_rank = reader.file.by_rank.get(dotted(each), member)
+            if by_rank.has("signal"):  # a handler that is a method of the class sets it
+                member = by_rank
             reader.env[whole] = member
             # rank: int = 0 is a default, and no object's own.
             of_object = reader.file.source(dotted(each)) or member
