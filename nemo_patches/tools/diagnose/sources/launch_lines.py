@@ -100,13 +100,14 @@ class Launch:
 
     def _with_rank_of_pid(self, line: Line) -> Line:
         """Ray and others write the process before its lines, and its rank once."""
-        writer = None if line.has_prefix else _WRITER.match(line.text)
-        rank = (
-            self.found.rank_of_pid.get(int(writer[1]), NOT_TOLD) if writer else NOT_TOLD
-        )
-        if writer is None or rank < 0:
+        known = self.found.rank_of_pid
+        if line.has_prefix or not known:
             return line
-        return line._replace(text=line.text[writer.end() :], rank=rank, has_prefix=True)
+        writer = _WRITER.match(line.text)
+        if writer is None or known.get(int(writer[1]), NOT_TOLD) < 0:
+            return line
+        rank, text = known[int(writer[1])], line.text[writer.end() :]
+        return line._replace(text=text, rank=rank, has_prefix=True)
 
     def _apply_rows(self, line: Line) -> bool:
         """Whether a row of an end knows the line."""
@@ -155,9 +156,9 @@ class Launch:
         pid = both[1] or both[4] or both[5] or both[8]
         rank = both[2] or both[3] or both[6] or both[7]
         self.found.note_pid(int(pid), int(rank))
+        addresses = _IP.findall(line.text)[-1:]  # behind that of who writes the line
         if len(self.found.ranks_of_name) < MOST_KEPT:
-            *_, address = "", *_IP.findall(line.text)
-            self.found.note_names({address: {int(rank)}})
+            self.found.note_names({one: {int(rank)} for one in addresses})
         self.found.has_size(both[9] or 0)
 
     def finish(self, evidence: Evidence) -> None:
