@@ -379,11 +379,13 @@ def join_group(
     )
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_until(
+    condition: Callable[[], object], seconds: float = 60.0, pause_s: float = 0.01
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not within the limit"
-        time.sleep(0.01)
+        time.sleep(pause_s)
 
 
 def waits_for_a_round() -> bool:
