@@ -140,7 +140,8 @@ def test_where_all_ranks_are_is_told_in_time(
 ) -> None:
     results = run_ranks(nobody_calls, 4, proxy.port, str(tmp_path), mode, group=False)
     for rank in (0, 2):
-        (line,) = results[rank].lines("WARNING", "no encoder call for ")
+        # A second one follows at twice the time, where the other rank is slow to say its own.
+        line = results[rank].lines("WARNING", "no encoder call for ")[0]
         assert results[rank].value < STALL_TIMEOUT + REPORT_S
         elsewhere, stopped, waiting = line.partition(" s. ")[2].split(" | ")
         assert (

@@ -35,16 +35,22 @@ _NEW_PIDS = 0x20000000
 _NEW_NETWORK = 0x40000000
 _EVERYTHING = _NEW_MOUNTS | _NEW_NAMES | _NEW_IPC | _NEW_PIDS | _NEW_NETWORK
 
+_CHECKOUT = Path(__file__).parents[2]
 _UNSHARE = ("setpriv", "--pdeathsig", "KILL", "unshare", "--kill-child", "--net")
 _OF_A_HOST = ("--uts", "--ipc", "--mount", "--pid", "--mount-proc")
-# The shared folder first: it may be below /tmp.
+# The shared folder first, and the checkout back: both may be below /tmp.
 _BOOT = """
 set -e
 hostname "$1"
 if [ -n "$2" ]; then
     mount --bind "$2" /mnt
     mount --bind "/mnt/hosts.$1" /etc/hosts
+    exec 9< "$3"
     mount -t tmpfs tmpfs /tmp
+    if [ ! -e "$3" ]; then
+        mkdir -p "$3"
+        mount --no-canonicalize --bind /proc/self/fd/9 "$3"
+    fi
     mount -t tmpfs tmpfs /dev/shm
 fi
 ip link set lo up
@@ -141,7 +147,7 @@ def made_hosts(
         hosts = []
         for number, letter in enumerate(letters, 1):
             name = f"nemo-{letter}"
-            boot = f"set -- {name} '{shared or ''}'{_BOOT}"
+            boot = f"set -- {name} '{shared or ''}' '{_CHECKOUT}'{_BOOT}"
             pid = stack.enter_context(_first_process((*_UNSHARE, *_OF_A_HOST), boot))
             six = f"fd88::{number}"
             host = Host(name, pid, f"10.88.0.{number}", f"10.99.0.{number}", six)

@@ -57,10 +57,11 @@ def test_no_host_outlives_the_process_that_made_it(name: str) -> None:
 def test_a_hosts_processes_and_names_are_its_own(tmp_path: Path) -> None:
     with made_hosts("ab", tmp_path) as hosts:
         for host in hosts:
-            shown = host.run(
-                "sh", "-c", "hostname; echo $$; ls /tmp; getent hosts nemo-a"
-            )
-            name, _, address = shown.stdout.splitlines()
-            assert (name, address.split()) == (host.name, ["10.88.0.1", "nemo-a"])
+            # Beside it in its /tmp is the checkout, where that is below /tmp here.
+            commands = "hostname; echo $$; touch /tmp/of-$(hostname); ls /tmp/of-*"
+            shown = host.run("sh", "-c", f"{commands}; getent hosts nemo-a")
+            name, _, files, address = shown.stdout.splitlines()
+            assert (name, files) == (host.name, f"/tmp/of-{host.name}")
+            assert address.split() == ["10.88.0.1", "nemo-a"]
         (tmp_path / "common").write_text("read by both")
         assert {host.run("cat", "common").stdout for host in hosts} == {"read by both"}
