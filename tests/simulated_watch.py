@@ -77,7 +77,7 @@ class Doing:
     polls: bool = False  # it runs now and then
     waits_for_child: bool = False  # for any
     comes: float = 0.0
-    flag: str = ""
+    flag: str = "Encoder: flag=True"
     trouble: str = ""
     silent: str = ""
     is_known: bool = True

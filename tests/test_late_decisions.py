@@ -225,11 +225,14 @@ def test_of_many_ranks_rank_0_says_all_of_one_that_is_absent_or_late_and_each_sa
 def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 1 calls its first encoder only after that line was due."""
+    """Rank 1 calls its first encoder only after that line was due. Rank 2 has called another one
+    first, whose own flag is no difference.
+    """
     told: list[tuple[int, tuple[str, ...], bool]] = []
-    job = Job(
-        [(0, [TRAINS, STEPS]), (100, [TRAINS, replace(TRAINS, flag="flag=False")])]
+    is_off, other = (
+        replace(TRAINS, flag=f"{name}: flag=False") for name in ("Encoder", "Other")
     )
+    job = Job([(0, [TRAINS, STEPS, other]), (100, [TRAINS, is_off, other])])
 
     def all_announced(size: int, differences: tuple[str, ...]) -> bool:
         told.append((int(job.now), differences, job.ranks[0].monitor.roll.is_done))
@@ -240,8 +243,9 @@ def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known(
     (first, nothing, _), (later, (differs,), was_done) = told
     assert (first, nothing) == (60, ())
     assert later > 100
-    assert differs.startswith("ranks differ in their settings: here ")
-    assert differs.endswith("flag=False")
+    assert differs == (
+        "ranks differ in their settings of Encoder: here flag=True; rank 1: flag=False"
+    )
     assert not was_done and job.ranks[0].monitor.roll.is_done
 
 

@@ -229,14 +229,14 @@ def test_every_rank_says_at_its_first_encoder_call_which_flag_is_in_force_and_wh
         "=False, not set; the process group is initialized; it grows privately" in line
     )
     (differing,) = first.lines(
-        "WARNING", "patched on all 2 ranks: ", "; ranks differ in their settings: here "
+        "WARNING", "patched on all 2 ranks: ", "; ranks differ in their settings of "
     )
     assert len(first.lines("patched on all 2 ranks")) == 1
     assert (
-        "ConformerEncoder: sync_max_audio_length=True, set in the config; rank 1: "
+        "ConformerEncoder: here sync_max_audio_length=True, set in the config; rank 1: "
         in differing
     )
-    assert differing.endswith("ConformerEncoder: sync_max_audio_length=False, not set")
+    assert differing.endswith("rank 1: sync_max_audio_length=False, not set")
 
 
 def flag_is_not_in_force(rank: int, size: int) -> None:

@@ -249,17 +249,25 @@ def _differences(
     for name, here in told[0].items():
         others: dict[str, list[int]] = {}
         for rank in sorted(told):
-            if told[rank][name] != here:
-                others.setdefault(told[rank][name], []).append(rank)
+            if (there := told[rank].get(name, here)) != here:
+                others.setdefault(there, []).append(rank)
         if others:
-            there = [f"{named(ranks)}: {value}" for value, ranks in others.items()]
-            all_there = "; ".join(there[:_MOST_DIFFERENCES])
+            texts = [f"{named(ranks)}: {value}" for value, ranks in others.items()]
+            all_there = "; ".join(texts[:_MOST_DIFFERENCES])
             found.append(f"ranks differ in their {name}: here {here}; {all_there}")
     return found
 
 
 def _texts(state: dict[str, Any]) -> dict[str, str]:
-    """What should be the same; empty before its first encoder call."""
+    """What should be the same; empty before its first encoder call.
+
+    Ranks may call another encoder first: its own flag is compared where both have that.
+    """
     if not state.get("calls"):
         return {}
-    return {name: safe(str(state.get(name, ""))) for name in ("versions", "settings")}
+    versions, settings = (
+        safe(str(state.get(name))) for name in ("versions", "settings")
+    )
+    settings, _, flag = settings.rpartition("; ")
+    encoder, _, flag = flag.partition(": ")
+    return {"versions": versions, "settings": settings, f"settings of {encoder}": flag}
