@@ -6,7 +6,7 @@ Needs no torch.
 
 # No `from __future__ import annotations`: read_facts.py reads the fields' types.
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..channel.answers import NOT_COME, silent_by
@@ -113,11 +113,8 @@ def answered(question: RoundQuestion, found: Found, before: Found | None) -> Ans
     """
     states = found.states
     has_come = {rank for rank, state in states.items() if question.came(state)}
-    had_come = (
-        {rank for rank, state in before.states.items() if question.came(state)}
-        if before is not None
-        else set()
-    )
+    earlier = before.states if before is not None else {}
+    had_come = {rank for rank, state in earlier.items() if question.came(state)}
     missing = {
         rank: _of_state(states[rank], question.kind_of(states[rank]))
         for rank in states.keys() - has_come
@@ -135,7 +132,7 @@ def answered(question: RoundQuestion, found: Found, before: Found | None) -> Ans
     waited_for = {rank: one for rank, one in silent.items() if rank not in had_come}
     missing |= waited_for or ({} if missing or unheard else silent)
     if not missing and len(unheard) == 1:
-        return Answer(tuple(_late(rank, found, before) for rank in unheard))
+        return Answer(tuple(_late(rank, found, earlier) for rank in unheard))
     idle = {rank: one for rank, one in missing.items() if not _waits_itself(one)}
     if idle or unheard:
         missing = idle
@@ -144,24 +141,21 @@ def answered(question: RoundQuestion, found: Found, before: Found | None) -> Ans
         if unheard and found.trouble:
             unknown += f": {found.trouble}"
         return Answer(tuple(missing[rank] for rank in sorted(missing)), unknown)
-    late = sorted(before.states.keys() - had_come) if before is not None else []
     # A rank that has just come no longer says where it was when the others gave up; it did at the
     # earlier look.
-    came_late = tuple(_late(rank, found, before) for rank in late if rank in has_come)
+    late = sorted(has_come & earlier.keys() - had_come)
+    came_late = tuple(_late(rank, found, earlier) for rank in late)
     return Answer(came_late, "" if came_late else question.unsaid(states.values()))
 
 
 def ended(found: Found) -> dict[int, MissingRank]:
     """By rank: the ranks that have ended, or do not answer."""
-    kinds = {
-        rank: KINDS_OF_SILENT.get(silence.how) for rank, silence in found.silent.items()
-    }
     return {
         rank: MissingRank(
             rank, kind, *found.process_of(rank), where=found.evidence(rank)
         )
-        for rank, kind in kinds.items()
-        if kind not in (None, UNANNOUNCED)
+        for rank, silence in found.silent.items()
+        if (kind := KINDS_OF_SILENT.get(silence.how)) and kind != UNANNOUNCED
     }
 
 
@@ -183,8 +177,8 @@ def _of_state(state: RankFacts, kind: str) -> MissingRank:
     )
 
 
-def _late(rank: int, found: Found, before: Found | None) -> MissingRank:
-    then = before.states.get(rank) if before is not None else None
+def _late(rank: int, found: Found, earlier: Mapping[int, RankFacts]) -> MissingRank:
+    then = earlier.get(rank)
     if then is not None and then.where:
         return _of_state(then, LATE)
     state = found.states.get(rank)

@@ -73,12 +73,11 @@ class Found:
         heard.
         """
         host = self.process_of(rank)[0]
-        of_host = [rank]
+        of_host = {rank}
         if host:
             everyone = range(self.size)
-            of_host = [one for one in everyone if self.process_of(one)[0] == host]
-        all_lost = silent_by(self.silent, LOST)
-        lost = [one for one in of_host if one in all_lost]
+            of_host = {one for one in everyone if self.process_of(one)[0] == host}
+        lost = of_host & silent_by(self.silent, LOST).keys()
         if len(lost) < len(of_host):
             return f"its connection was lost: the network; {host} answers otherwise"
         whose = "its connection was" if len(lost) == 1 else "their connections were"

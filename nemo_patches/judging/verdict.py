@@ -223,7 +223,10 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
         verb = "waits" if len(ranks) == 1 else "wait"
         how = f"that {named(ranks)} {verb} {_IS_A_GUESS}"
     elif len({group.collective for group in waiting}) > 1:
-        cure = remedy((one.ranks, f"{one.wait}; {one.batch}") for one in waiting)
+        cure = remedy(
+            (one.ranks, (one.hook, one.collective, one.caller), one.batch)
+            for one in waiting
+        )
         how = f"{cure}; the ranks wait in different collectives"
     return Verdict(level, f"{how}; which of them is wrong cannot be told", groups)
 

@@ -101,8 +101,6 @@ _STAGES = {
     END: r"(?:train(?:ing)?|fit|epoch|fit_loop.*)_end\b|(?<!:)teardown|the end of its script",
     TRAINING: r"backward|gradients|train(?:ing)?_(?:step|batch|epoch_loop)|optimizer_step",
 }
-_CALLED = re.compile(", (?:in|while|during) ")
-FIRST_BATCH = "; 0 of epoch"
 
 
 class NamedFrame(NamedTuple):
@@ -189,9 +187,10 @@ def stage(place: str) -> str:
     return next((one for one, words in _STAGES.items() if re.search(words, name)), "")
 
 
-def remedy(places: Iterable[tuple[Iterable[int], str]]) -> str:
-    """What to switch on where all ranks wait, in unlike collectives. places: ranks, and where they
-    wait, in words: "barrier, in save (a.py:9), during on_train_end; 3 of epoch 1 (train)".
+def remedy(places: Iterable[tuple[Iterable[int], Iterable[str], str]]) -> str:
+    """What to switch on where all ranks wait, in unlike collectives. places: ranks; the names of
+    where they wait, of which the first that tells counts: a hook, a collective, its caller, any may
+    be empty; and their batch: "3 of epoch 1 (train)".
 
     A rank in an evaluation, or at the end of its loop, beside one in a training step ran out of
     batches; beside one in its first batch, it evaluates longer, and that may be where no batch is
@@ -199,13 +198,12 @@ def remedy(places: Iterable[tuple[Iterable[int], str]]) -> str:
     """
     ranks_at = defaultdict[str, list[int]](list)
     is_told = True
-    for ranks, place in places:
-        waits_in, *callers = _CALLED.split(place.partition("; ")[0])
-        at = next(
-            filter(None, map(stage, [*callers[1:], waits_in, *callers[:1]][:2])), ""
-        )
-        is_told &= at != TRAINING or " of epoch" in place
-        ranks_at[ITS_END if at == TRAINING and FIRST_BATCH in place else at] += ranks
+    for ranks, names, batch in places:
+        at = next(filter(None, map(stage, names)), "")
+        if at == TRAINING:
+            is_told &= " of epoch" in batch
+            at = ITS_END if batch.startswith("0 of epoch") else at
+        ranks_at[at] += ranks
     ended = ranks_at[ITS_END] + ranks_at[END]
     past = ranks_at[EVALUATION] + ended
     if past and ranks_at[TRAINING]:

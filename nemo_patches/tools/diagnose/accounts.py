@@ -19,7 +19,6 @@ from nemo_patches.tools.diagnose.rank_facts import (
     ProcessRank,
 )
 
-_NO_CONDITION = Condition("")
 _IS_NO_MORE = (conditions.KILLED, conditions.GONE)
 
 
@@ -39,14 +38,14 @@ class Account:
     member: ProcessRank = field(default_factory=ProcessRank)
     reported: Fact | None = None  # missing, by another rank
     call: EncoderCall | None = None
-    threads: list[Fact] = field(default_factory=list)  # places of several threads
+    # Of its threads that are in collectives, and the main one.
+    at_work: list[Place] = field(default_factory=list)
     conditions: list[Fact] = field(default_factory=list)
     entered: list[Fact] = field(default_factory=list)
 
     @property
     def condition(self) -> Condition:
-        fact = self.condition_fact
-        return fact.condition if fact is not None else _NO_CONDITION
+        return self.condition_fact.condition if self.condition_fact else Condition("")
 
     @property
     def moved(self) -> bool:
@@ -57,19 +56,13 @@ class Account:
         return self.motion.still_s
 
     @property
-    def ended_by_itself(self) -> bool:
-        """Whether it says itself that it has ended."""
-        fact = self.condition_fact
-        return self.condition.kind == conditions.ENDED and bool(fact and fact.own)
+    def is_first_hand(self) -> bool:
+        """Whether it says itself how it ended."""
+        return bool(self.condition_fact and self.condition_fact.own)
 
     @property
     def is_readable(self) -> bool:
         return self.condition.kind != conditions.UNREADABLE
-
-    @property
-    def at_work(self) -> list[Place]:
-        """Of its threads that are in collectives, and the main one."""
-        return [fact.value for fact in self.threads if isinstance(fact.value, Place)]
 
     @property
     def has_two_at_work(self) -> bool:
@@ -102,8 +95,8 @@ class Account:
                 self.entered.append(fact)
             case Condition():
                 self.conditions.append(fact)
-            case Place(thread=thread) if thread:
-                self.threads.append(fact)
+            case Place() as place if place.thread:
+                self.at_work.append(place)
             case Place() as place:
                 if _counts(fact, self.place_fact):
                     self.place_fact = fact

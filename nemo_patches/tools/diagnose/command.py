@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from json import dumps
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -177,6 +177,6 @@ def _printable(content: Any) -> Any:
     if isinstance(content, tuple):
         return tuple(map(_printable, content))
     if is_dataclass(content) and not isinstance(content, type):
-        told = {one.name: getattr(content, one.name) for one in fields(content)}
-        return replace(content, **{name: _printable(told[name]) for name in told})
+        told = {name: _printable(one) for name, one in vars(content).items()}
+        return replace(content, **told)
     return content

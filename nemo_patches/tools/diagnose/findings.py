@@ -122,8 +122,8 @@ NEXT_STEPS = {
         " encoder."
     ),
     NOT_ENOUGH: (
-        "Collect this from all ranks, while the job hangs: `nemo-patches stacks"
-        " --json`, traces, stall reports, every rank's stderr."
+        "Collect this from all ranks at one time, while the job hangs: `nemo-patches"
+        " stacks --json`, dumps, traces, stall reports, every rank's stderr."
     ),
     STRAGGLER: (
         "Compare its host with the others: disk, network, processors, the GPU's clock;"
@@ -135,16 +135,11 @@ NEXT_STEPS = {
     ),
 }
 ORDER = tuple(NEXT_STEPS)
-_WARNINGS = (
-    UNEVEN_CALLS,
-    STRAGGLER,
-    LATE,
-    NOT_SEEN,
-    FIRST_FAILURE,
-)
-SEVERITIES = dict.fromkeys(_WARNINGS, WARNING) | {
-    NOT_ENOUGH: NOTE
-}  # of others: critical
+# Of others: critical.
+SEVERITIES = {
+    **dict.fromkeys((UNEVEN_CALLS, STRAGGLER, LATE, NOT_SEEN, FIRST_FAILURE), WARNING),
+    NOT_ENOUGH: NOTE,
+}
 
 LAYERS = "layers"  # the phase of a call after its length sync
 

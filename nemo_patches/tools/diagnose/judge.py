@@ -140,20 +140,16 @@ def _rule(hearing: Hearing) -> list[Finding]:
         return found
     if not any(one.ranks for one in found):
         words = by_words(hearing)
-        if (
-            words
-            and words[0].ranks
-            and hearing.having(conditions.WAITED, conditions.CUT)
-        ):
+        is_waited = hearing.having(conditions.WAITED, conditions.CUT)
+        if is_waited and words and words[0].ranks:
             return _borne_out(words[0], found)
         found = [*found, *words]
     if not found:
         return []
-    found = sorted(found, key=_place)
-    if len(found) > 1 and found[-1].ranks and not found[0].ranks:
-        found[0] = replace(found[0], text=f"{found[0].text} {found[-1].text}")
-    found[0] = sentences.with_the_log(found[0], hearing)
-    return found
+    first, *rest = sorted(found, key=_place)
+    if rest and rest[-1].ranks and not first.ranks:
+        first = replace(first, text=f"{first.text} {rest[-1].text}")
+    return [sentences.with_the_log(first, hearing), *rest]
 
 
 def _borne_out(words: Finding, waited: list[Finding]) -> list[Finding]:
@@ -279,9 +275,9 @@ def _is_seen_in_another(one: Account, there: Sequence[Fact], hearing: Hearing) -
         re.sub("[^a-z]", "", text.lower().rpartition(":")[2])
         for text in (one.place.collective, there[0].entered.kind)
     )
-    is_function = re.fullmatch("[a-z_]+", one.place.collective)
-    is_alike = name.startswith(of) or of.startswith(name) or name == "barrier"
-    return bool(is_function) and not is_alike
+    if name.startswith(of) or of.startswith(name) or name == "barrier":
+        return False
+    return re.fullmatch("[a-z_]+", one.place.collective) is not None
 
 
 def by_places(hearing: Hearing) -> list[Finding]:
@@ -501,7 +497,7 @@ def told_missing(hearing: Hearing) -> list[Finding]:
     # By others it had left before they were cut off; by itself, or of several that had left, it may
     # have been cut off as well.
     left = hearing.having(conditions.ENDED)
-    if not waited and len(left) == 1 and not left[0].ended_by_itself:
+    if not waited and len(left) == 1 and not left[0].is_first_hand:
         suspects += [one for one in left if one.waits is None]
     # Whose training waits for that thread, if its group is the one that waited
     entered = [fact.entered for one in waited for fact in one.entered]
@@ -607,11 +603,7 @@ def first_failure(
         return [sentences.failed_first(firsts, hearing, of_ranks_that_waited)]
     if of_ranks_that_waited:
         return []
-    gone = [
-        one
-        for one in hearing.having(conditions.GONE)
-        if one.condition_fact and not one.condition_fact.own
-    ]
+    gone = [one for one in hearing.having(conditions.GONE) if not one.is_first_hand]
     return all_absent(gone, None) or _ended_by_others(hearing)
 
 

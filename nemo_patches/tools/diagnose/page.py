@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -20,7 +20,7 @@ from nemo_patches.text import named, ranges, safe
 from nemo_patches.tools import counted
 from nemo_patches.tools.diagnose.findings import Diagnosis, Finding
 from nemo_patches.tools.diagnose.report_text import COLUMNS, LEGEND, SENTENCE, row
-from nemo_patches.tools.diagnose.verdicts import parties
+from nemo_patches.tools.diagnose.verdicts import of_ranks, parties
 
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -269,8 +269,10 @@ def _figures(job: ShownJob) -> str:
         return ""
     whole = _whole(job.lanes)
     figure = _figure(job.lanes, whole)
-    keys = "".join(key for shape, key in _LEGEND.items() if shape in figure)
-    legend = f'<ul class="legend">{keys}</ul>\n'
+    keys = [key for shape, key in _LEGEND.items() if shape in figure]
+    marks = (mark for lane in job.lanes for mark in lane.marks)
+    keys += dict.fromkeys(f"<li>{one.sign} {_text(one.text)}</li>" for one in marks)
+    legend = f'<ul class="legend">{"".join(keys)}</ul>\n'
     sinces = [lane.since for lane in job.lanes if lane.since is not None]
     stall_s = whole.end - min(sinces, default=whole.begin)
     if not 0.1 < stall_s < _SMALL_SHARE * (whole.end - whole.begin):
@@ -301,15 +303,6 @@ _LEGEND = {
     **{
         f'<rect class="{kind}"': _block(kind, f"no step since: {words}")
         for kind, words in _AT_END.items()
-    },
-    **{
-        sign: f"<li>{sign} {words}</li>"
-        for sign, words in (
-            ("▼", "gave up a length sync"),
-            ("◆", "stall report"),
-            ("✕", "exception"),
-            ("■", "end of the process"),
-        )
     },
 }
 
@@ -450,28 +443,22 @@ def _branch(
     there = [one for one in stacks if len(one.frames) == end]
     further = [one for one in stacks if len(one.frames) > end]
     frames = [f"<li><code>{_text(frame)}</code></li>" for frame in shared]
-    states = parties((one.state, one.rank) for one in there if one.state)
-    details = parties((detail, one.rank) for one in there for detail in one.details)
+    states = [(one.state, one.rank) for one in there if one.state]
+    details = [(detail, one.rank) for one in there for detail in one.details]
     is_open = any(one.rank in accused for one in there)
     count = f" <small>{len(frames)} frames</small>" if len(frames) > 1 else ""
     does = "".join(
         f'<span class="does">{_text(text)}</span>'
-        for text in _of_ranks(states, len(there))
+        for text in of_ranks(states, len(there))
     )
     return (
         f"<li><details{' open' if is_open else ''}><summary>"
         f'<b class="ranks">{_named(one.rank for one in stacks)}</b>'
         f" <code>{_text(shared[-1])}</code>{count}{does}"
         f'</summary>\n<ol class="frames">{"".join(frames)}</ol>\n'
-        f"{_list(_of_ranks(details, len(there)))}</details>\n"
+        f"{_list(of_ranks(details, len(there)))}</details>\n"
         f"{_branches(further, end, accused, level + 1)}</li>\n"
     )
-
-
-def _of_ranks(told: Mapping[str, Sequence[int]], count: int) -> Iterator[str]:
-    """What is told, with the ranks where it is not of all of so many."""
-    for text, ranks in told.items():
-        yield text if len(ranks) == count else f"{named(ranks)}: {text}"
 
 
 # What it is from

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging.kinds import PERHAPS, is_guess
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.accounts import Account, accounts_of
@@ -28,7 +27,7 @@ from nemo_patches.tools.diagnose.page import (
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Evidence, Fact
 from nemo_patches.tools.diagnose.sources import logs, traces
 from nemo_patches.tools.diagnose.sources.traces import RankTrace
-from nemo_patches.tools.diagnose.verdicts import doing, parties, who
+from nemo_patches.tools.diagnose.verdicts import doing, parties, where, who
 
 MOST_LANES = 64
 _MOST_RANKS = 1 << 14  # a rank of which nothing is told has its lane up to here
@@ -218,9 +217,7 @@ def _state(account: Account) -> str:
     """Where it is, or how it ended, in words."""
     place = account.place
     if place.collective and account.condition.kind not in conditions.OVER:
-        if is_guess(place.collective):
-            return f"waits, perhaps for {place.wait.removeprefix(PERHAPS)}"
-        return f"waits in {place.wait}"
+        return where(place, "waits")
     return doing(replace(account, place=replace(place, details=())))
 
 
@@ -242,8 +239,8 @@ def _stack(account: Account) -> Stack | None:
     place, state = account.place, _state(account)
     if account.rank == NOT_TOLD or not (state or place.way):
         return None
-    where = place.where or account.condition.where or "no frame is known"
-    frames = place.way or tuple(reversed(where.split(" < ")))
+    last = place.where or account.condition.where or "no frame is known"
+    frames = place.way or tuple(reversed(last.split(" < ")))
     if state.startswith(f"it is in {frames[-1]}"):
         state = ""  # the frames say it
     details = tuple(filter(None, (place.worker, *place.details)))

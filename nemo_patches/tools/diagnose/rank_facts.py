@@ -77,14 +77,11 @@ class EncoderCall:
     """A rank's last encoder call. Ranks at different calls do not by themselves show a wait.
 
     title: "training call 71 of ConformerEncoder". position: training calls, and evaluation calls
-    since. phase: where it is in that call; empty: it has left it. in_vain: it gave up that call's
-    length sync.
+    since.
     """
 
     title: str
     position: tuple[int, int]
-    phase: str = ""
-    in_vain: bool = False
 
 
 @dataclass(frozen=True)

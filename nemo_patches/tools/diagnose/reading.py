@@ -7,9 +7,10 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.rank_facts import Evidence, UnreadableError
@@ -209,49 +210,53 @@ def joined(
     size = _world_size(parts)
     whole = Evidence(world_size=size, problems=[*problems], earlier=[*earlier])
     for name, part in parts:
-        whole.problems += part.problems
-        whole.earlier += part.earlier
-        whole.looked_for += part.looked_for
+        taken = _with_own_groups(part, name, whole.groups)
         if part.world_size not in (0, size) and part.facts:
-            whole.earlier.append(
+            taken = Evidence(problems=part.problems, looked_for=part.looked_for)
+            taken.earlier = [
+                *part.earlier,
                 f"{name}: of a job of {part.world_size} ranks, not of {size}: not taken"
-                " into account"
-            )
-        else:
-            _add(part, name, whole)
+                " into account",
+            ]
+        for field_, theirs in vars(taken).items():
+            setattr(whole, field_, _both(getattr(whole, field_), theirs))
+    # Of a rank that several sources have, the last one's: a trace's.
+    whole.ranks = list({one.rank: one for one in whole.ranks}.values())
     return whole
 
 
-def _add(part: Evidence, source: str, whole: Evidence) -> None:
+def _both(mine: Any, theirs: Any) -> Any:
+    """Of one field of Evidence, by its type."""
+    if isinstance(mine, list):
+        return mine + theirs
+    return mine | theirs if isinstance(mine, (dict, set)) else mine or theirs
+
+
+def _with_own_groups(
+    part: Evidence, source: str, others: Mapping[str, set[int]]
+) -> Evidence:
     """Two sources number the collectives of groups with the same name apart: such a group is
     renamed.
     """
-    names = {
-        group: f"{group} of {source}" if group in whole.groups else group
-        for group in part.groups
-    }
+    names = {one: f"{one} of {source}" for one in part.groups.keys() & others.keys()}
+    if not names:
+        return part
+    facts = []
     for fact in part.facts:
         if fact.entry and fact.entry.group in names:
             entry = fact.entry._replace(group=names[fact.entry.group])
             fact = replace(fact, value=entry)
-        whole.facts.append(fact)
-    whole.groups |= {names[group]: ranks for group, ranks in part.groups.items()}
-    whole.partly_known |= {names.get(group, group) for group in part.partly_known}
-    for (group, rank), first in part.begins.items():
-        whole.begins[names.get(group, group), rank] = first
-    whole.findings += part.findings
-    # Of a rank that several sources have, the last one's: a trace's.
-    whole.ranks = list({one.rank: one for one in (*whole.ranks, *part.ranks)}.values())
-    whole.summary += part.summary
-    whole.past = whole.past or part.past
-    whole.is_well |= part.is_well
-    whole.patched |= part.patched
-    whole.other_jobs |= part.other_jobs
-    whole.printed |= part.printed
-    whole.is_numbered |= part.is_numbered
-    whole.cure = whole.cure or part.cure
-    for reader, files in part.files.items():
-        whole.files[reader] = [*whole.files.get(reader, ()), *files]
+        facts.append(fact)
+    return replace(
+        part,
+        facts=facts,
+        groups={names.get(one, one): ranks for one, ranks in part.groups.items()},
+        partly_known={names.get(one, one) for one in part.partly_known},
+        begins={
+            (names.get(one, one), rank): first
+            for (one, rank), first in part.begins.items()
+        },
+    )
 
 
 def _world_size(parts: Sequence[tuple[str, Evidence]]) -> int:
@@ -259,9 +264,12 @@ def _world_size(parts: Sequence[tuple[str, Evidence]]) -> int:
     most facts.
     """
     told = [
-        (max((fact.at for fact in part.facts), default=0.0), len(part.facts), part)
+        (
+            max((fact.at for fact in part.facts), default=0.0),
+            len(part.facts),
+            part.world_size,
+        )
         for _, part in parts
         if part.world_size
     ]
-    newest = max(told, key=lambda one: one[:2], default=None)
-    return newest[2].world_size if newest else 0
+    return max(told, default=(0.0, 0, 0))[2]

@@ -239,8 +239,8 @@ def by_number(
             step = _SIZES_OF_BUFFERS
     elif one.id == entries.DRIFTED:
         kind = ids.SKIPPED
-        last = [_last(hearing[rank], one.entry.group) for rank in one.absent]
-        earlier = [fact for fact in last if fact]
+        last = (_last(hearing[rank], one.entry.group) for rank in one.absent)
+        earlier = [*filter(None, last)]
         lines = [cited(fact, title_of(fact.entered)) for fact in earlier]
         evidence = [*lines, *evidence]
         text = (
@@ -276,7 +276,6 @@ def by_number(
             f"The records were not made at one time: {title} was completed, and"
             f" {named(one.absent)} came to it after the record."
         )
-        step = "Take the dumps of all ranks while the job hangs."
     return [finding(kind, text, evidence=evidence, next_step=step)]
 
 
@@ -343,10 +342,8 @@ def by_two_sources(
         f" {named(one.waiting)} in {title_of(one.entry)} [{there[0].cite}]: different"
         " collectives, or one of these was recorded before the other."
     )
-    step = "Take all ranks' stacks and their dumps at one time, while the job hangs."
-    return finding(
-        ids.OUT_OF_STEP, text, next_step=f"{step} {ids.NEXT_STEPS[ids.OUT_OF_STEP]}"
-    )
+    step = f"{ids.NEXT_STEPS[ids.NOT_ENOUGH]} {ids.NEXT_STEPS[ids.OUT_OF_STEP]}"
+    return finding(ids.OUT_OF_STEP, text, next_step=step)
 
 
 def nothing_known(unseen: Sequence[int]) -> Finding:
@@ -371,8 +368,7 @@ def seen_before(early: Sequence[Account]) -> Finding:
         f"{names(early)} {was(early)} seen before the others began to wait, and may have"
         " moved."
     )
-    step = "Collect the stacks of all hosts at one time, while the job hangs."
-    return finding(ids.NOT_ENOUGH, text, next_step=step)
+    return finding(ids.NOT_ENOUGH, text)
 
 
 def two_threads(both: Sequence[Account]) -> Finding:
@@ -485,23 +481,23 @@ def mispaired(found: list[Account], hearing: Hearing) -> Finding:
     sizes = re.search(r"(\d{1,18}) vs\.? (\d{1,18})", found[0].condition.text)
     how = f" ({sizes[1]} bytes, and {sizes[2]} in its own)" if sizes else ""
     both = [*found, *hearing.having(conditions.WAITED, conditions.CUT)]
-    placed = [(one.condition.where, one.rank) for one in both if one.condition.where]
-    told = by_party(((inner(where), rank) for where, rank in placed))
+    told, cure = _places(both)
     place = f", {told}" if told else at(found[0].condition.where)
     text = (
         f"{ranks} got the message of another collective{how}{place}: two ranks are in"
         " unlike collectives, or give one unlike sizes. Which of them is wrong, it does"
         f" not tell: {ranks} only noticed."
     )
-    uneven = _remedy((rank, where) for where, rank in placed)
-    step = f"{ids.NEXT_STEPS[ids.OUT_OF_STEP]} {uneven}"
+    step = f"{ids.NEXT_STEPS[ids.OUT_OF_STEP]} {cure}"
     return finding(ids.OUT_OF_STEP, text, next_step=step)
 
 
-def _remedy(places: Iterable[tuple[int, str]]) -> str:
-    """Of uneven batches, by ranks and where each waits."""
-    told = remedy(([rank], where.replace(" < ", ", in ")) for rank, where in places)
-    return f"{capital(told)}."
+def _places(accounts: Iterable[Account]) -> tuple[str, str]:
+    """Where they waited, if at different places, and what to do if their batches are uneven."""
+    known = [(one.rank, one.condition.where) for one in accounts if one.condition.where]
+    told = by_party((inner(where), rank) for rank, where in known)
+    cure = remedy(([rank], where.split(" < ")[::-1], "") for rank, where in known)
+    return told, f"{capital(cure)}."
 
 
 def start_up(waited: list[Account], hearing: Hearing) -> Finding:
@@ -530,9 +526,7 @@ def in_vain(waited: list[Account], cut: list[Account], hearing: Hearing) -> Find
         known = [one for one in cut if one.rank != NOT_TOLD]
         ends.append(f"{names(known or cut)} had a connection closed{peer}")
     groups = {fact.entered.group for fact in entered}
-    places = by_party(
-        (inner(o.condition.where), o.rank) for o in waited if o.condition.where
-    )
+    places, cure = _places(waited)
     unseen = _unseen(hearing)
     text = f"{'; '.join(ends)}{unseen}. {_why(waited, hearing)}."
     if alone := _alone(waited, hearing):
@@ -554,8 +548,7 @@ def in_vain(waited: list[Account], cut: list[Account], hearing: Hearing) -> Find
             f"{'; '.join(ends)}, at different places{unseen}: {places}. One of them may"
             " have made a collective more or fewer."
         )
-        at_places = [(o.rank, o.condition.where) for o in waited if o.condition.where]
-        step = f"{step or _UNLIKE} {_remedy(at_places)}"
+        step = f"{step or _UNLIKE} {cure}"
     lines = [cited(fact, title_of(fact.entered)) for fact in entered[:8]]
     return finding(ids.WAITED_IN_VAIN, text, evidence=lines, next_step=step)
 
@@ -583,8 +576,7 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
         " this does not tell"
     )
     if heard := hearing.having(conditions.HEARD):
-        was = "was" if len(heard) == 1 else "were"
-        text += f"; {names(heard)} {was} told of it, and had no time-out"
+        text += f"; {names(heard)} {was(heard)} told of it, and had no time-out"
     return text
 
 

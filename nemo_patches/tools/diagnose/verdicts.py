@@ -19,7 +19,7 @@ from nemo_patches.judging.kinds import (
     SILENT,
     is_guess,
 )
-from nemo_patches.judging.waits import remedy, stage
+from nemo_patches.judging.waits import remedy
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
@@ -109,17 +109,17 @@ def finding(
     """A finding with the table's severity and next step, unless given. of: the rank whose process
     the step names.
     """
-    member = of.member_fact if of is not None else None
+    of = of or Account(NOT_TOLD)
     step = next_step or ids.NEXT_STEPS.get(kind, "")
-    host = (member and member.host) or "its host"
-    if of is not None and of.member.in_container and "{pid}" in step:
+    host = (of.member_fact and of.member_fact.host) or "its host"
+    if of.member.in_container and "{pid}" in step:
         host += ", in its container"
     return Finding(
         id=kind,
         severity=ids.SEVERITIES.get(kind, CRITICAL),
         ranks=tuple(rank for rank in ranks if rank != NOT_TOLD)[:_MOST_RANKS],
         text=capital(text),
-        next_step=step.format(pid=(of and of.member.pid) or "PID", host=host),
+        next_step=step.format(pid=of.member.pid or "PID", host=host),
         evidence=shown_lines(evidence),
     )
 
@@ -237,7 +237,8 @@ def _absent(
     if wait is not None:
         absent = ("It" if len(accounts) == 1 else "They") if told else ranks
         text += f" {_not_entered(wait, absent, has(accounts))}"
-    if kind == ids.ENDED and len(accounts) > 1 and not _are_first_hand(accounts):
+    are_first_hand = all(one.is_first_hand for one in accounts)
+    if kind == ids.ENDED and len(accounts) > 1 and not are_first_hand:
         text += " Those that left after the first may have been cut off by it."
     step = _NEXT_STEPS_AT.get(accounts[0].place.activity, "")
     return finding(
@@ -248,10 +249,6 @@ def _absent(
         accounts[0],
         next_step=step if kind == ids.MISSING_RANK else "",
     )
-
-
-def _are_first_hand(accounts: Iterable[Account]) -> bool:
-    return all(one.condition_fact and one.condition_fact.own for one in accounts)
 
 
 def _not_entered(wait: Wait, absent: str, has_: str) -> str:
@@ -344,7 +341,7 @@ def out_of_step(
     step = ids.NEXT_STEPS[kind]
     if kind == ids.OUT_OF_STEP or out:
         told_of = [
-            ([rank], _told(places.get(rank, Place()), title, is_out=rank in out))
+            _told(rank, places.get(rank, Place()), title, is_out=rank in out)
             for title, ranks in by_title.items()
             for rank in ranks
         ]
@@ -353,18 +350,17 @@ def out_of_step(
     return finding(kind, text, evidence=evidence, next_step=step)
 
 
-def _told(place: Place, title: str, *, is_out: bool) -> str:
-    """Where a rank waits, in the words that remedy() reads. title: where no place is known."""
-    frames = (frame for frame in reversed(place.way) if stage(frame))
-    at = place.hook or next(frames, "train_end" if is_out else "")
-    parts = [place.collective or title, place.caller and f"in {place.caller}"]
-    text = ", ".join(filter(None, [*parts, at and f"during {at}"]))
+def _told(
+    rank: int, place: Place, title: str, *, is_out: bool
+) -> tuple[list[int], list[str], str]:
+    """What remedy() reads. title: where no place is known."""
+    hooks = [place.hook] if place.hook else place.way[::-1]
+    out = ["train_end"] * (is_out and not place.hook)
+    names = [*hooks, *out, place.collective or title, place.caller]
     batch = place.counters.get(_LIGHTNINGS_BATCH)
-    told = next(filter(_LAST_BATCH.match, place.details), "").removeprefix(
-        "last batch "
-    )
-    told = told if batch is None else f"{batch} of epoch"
-    return f"{text}; {told}" if told else text
+    told = next(filter(_LAST_BATCH.match, place.details), "")
+    told = told.removeprefix("last batch ") if batch is None else f"{batch} of epoch"
+    return [rank], names, told
 
 
 def titles(waiting: Sequence[Account]) -> str:
@@ -469,24 +465,25 @@ def _of_group(group: list[Account]) -> Iterable[str]:
         )
         yield f"{ranks} [{fact.cite}{others}]: {how}{text}"
     if first.place_fact is not None:
-        where = _where(first.place, "waits" if len(group) == 1 else "wait")
-        yield f"{ranks} [{first.place_fact.cite}{others}]: {where}{_when(first)}"
-        yield from _details(group)
+        told_of = where(first.place, "waits" if len(group) == 1 else "wait")
+        yield f"{ranks} [{first.place_fact.cite}{others}]: {told_of}{_when(first)}"
+        details = (
+            (detail, account.rank)
+            for account in group[:_MOST_DETAILED]
+            for detail in account.place.details
+        )
+        yield from (f"  {text}" for text in of_ranks(details, len(group)))
 
 
-def _details(group: Sequence[Account]) -> Iterable[str]:
-    """What explains the ranks' place; with the ranks, where it is not told of all of them."""
-    of_detail = [
-        (detail, account.rank)
-        for account in group[:_MOST_DETAILED]
-        for detail in account.place.details
+def of_ranks(told: Iterable[tuple[str, int]], count: int) -> list[str]:
+    """Each text; with the ranks, where it is not told of all of so many."""
+    return [
+        text if len(ranks) == count else f"{who(ranks)}: {text}"
+        for text, ranks in parties(told).items()
     ]
-    for detail, ranks in parties(of_detail).items():
-        whose = "" if len(ranks) == len(group) else f"{who(ranks)}: "
-        yield f"  {whose}{detail}"
 
 
-def _where(place: Place, waits: str) -> str:
+def where(place: Place, waits: str) -> str:
     if is_guess(place.collective):
         return f"{waits}, perhaps for {place.wait.removeprefix(PERHAPS)}"
     if place.collective:

@@ -394,7 +394,7 @@ def _of_rank(trace: RankTrace, end: Condition | None, came: int) -> Iterator[Fac
         ended = trace.raised or trace.end
         yield _fact(trace, end, ended.t if ended is not None else trace.last)
     if trace.is_whole and not trace.is_cut(came):
-        call = EncoderCall(trace.title, trace.position, trace.phase, trace.in_vain)
+        call = EncoderCall(trace.title, trace.position)
         yield _fact(trace, call, trace.last)
 
 
