@@ -1159,6 +1159,7 @@ EXAMPLES = (
     "Received 15 death signal, shutting down workers",
     "A worker died or was killed while executing a task. Worker PID: 12",
     "Worker exit type: INTENDED_USER_EXIT",
+    "Exit code: 1. The process receives a SIGTERM.",
     "(raylet) The node with node id: dd and address: 10.0.3.7 and node name: 10.0.3.7 has been marked dead because",
     "has not received the Notify record from remote rank:[3]. base info: tag[HcomAllReduce_1]",
     "Missing ranks:",

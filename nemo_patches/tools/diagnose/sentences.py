@@ -50,6 +50,13 @@ _LOOK_AT_THE_GPU = (
     "Look at that GPU (`dmesg` of its host), and leave the node out if it comes again."
 )
 _CURES = (
+    (
+        conditions.UNTOLD,
+        (
+            "Look how it died: the end of its own log, and `dmesg` on its host; the job"
+            " cannot go on without it."
+        ),
+    ),
     ("HW Exception by GPU", _LOOK_AT_THE_GPU),
     ("a consequence of its GPU's error", _LOOK_AT_THE_GPU),
     (
@@ -184,7 +191,10 @@ def cause(facts: list[Fact], hearing: Hearing) -> Finding:
         said = f" ({text})" if text else ""
         where = own[0].place.where
         place = f", in {inner(where)}" if where else ""
-        told = f"{victim} {was(ranks)} killed{said}{place}"
+        how = f"{was(ranks)} killed"
+        if text.startswith(conditions.UNTOLD):
+            how = "died"
+        told = f"{victim} {how}{said}{place}"
     found = finding(
         kind,
         f"{told} [{first.cite}].",

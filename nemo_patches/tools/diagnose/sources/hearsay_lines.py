@@ -235,7 +235,7 @@ _OF_HEADER = re.compile(
 
 # An event of a cluster's pod or node
 _OF_CLUSTER = re.compile(
-    r"\b(?:Evict(?:ed|ing|ion)|Preempt(?:ed|ing)|OOMKilled|TaintManagerEviction|NotReady|"
+    r"\b(?:Evict(?:ed|ing|ion(?:By\w+)?)|Preempt(?:ed|ing|ionBy\w+)|OOMKilled|TaintManagerEviction|NotReady|"
     r"Node(?:NotReady|Lost|Failure)|[Nn]ode \S{1,80} (?:is |was )?(?:down|drained|failed))\b"
 )
 # A monitor's event of a rank, in JSON
@@ -560,6 +560,8 @@ class HearsayLines:
             self._goes_on()
         has_ended = not self._found.kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():
+            if told.needs == A_NAME:
+                self._found.explain_node(told.line)
             named = self._found.ranks_named(told.line.text)
             if not {"": True, A_HANG: has_ended, A_NAME: named}[told.needs]:
                 continue

@@ -31,6 +31,10 @@ from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
 _MOST_SHAPES = 1 << 9  # of lines
+# Of Kubernetes' objects, whose namespace stands beneath their name
+_NAMED = re.compile(r"\s*['\"]?[Nn]ame['\"]?: +['\"]?([a-z][\w.-]{0,200})")
+_NAMESPACE = re.compile(r"\s*['\"]?[Nn]amespace['\"]?: ")
+_TOLD_OF_IT = re.compile(r"\s*(?:['\"]?(?:[Rr]eason|[Mm]essage)['\"]?:|Warning\s{2}) ?")
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
 
@@ -50,6 +54,7 @@ class Launch:
         self._hearsay = HearsayLines(self.found)
         self._places = PlaceLines(self.found, self._hearsay.tables)
         self._text_before = ""
+        self._object = ""  # of Kubernetes, that the file describes
         self._first: Line | None = None
         self._last: Line | None = None
         self._rows = [(row, self._reader_of(row)) for row in ROWS]
@@ -71,6 +76,7 @@ class Launch:
 
     def begin_file(self) -> None:
         self.found.is_over = False
+        self._object = ""
         self._by_file.append(set())
 
     def take(self, line: Line) -> None:
@@ -82,6 +88,7 @@ class Launch:
         if "nemo_patches " in line.text and (ours := OURS.search(line.text)):
             self._stalls.take(ours, line)
             return
+        line = self._of_object(line)
         text_before, self._text_before = self._text_before, line.text
         if is_no_event(line.text, text_before):
             return
@@ -94,6 +101,14 @@ class Launch:
         self._hearsay.take(line, is_known or self.tracebacks.is_reading)
         if not is_known and not self.tracebacks.is_reading:
             self._places.take(line)
+
+    def _of_object(self, line: Line) -> Line:
+        """With the name that stands above what is told of it."""
+        if _NAMESPACE.match(line.text) and (name := _NAMED.match(self._text_before)):
+            self._object = name[1]
+        if self._object and _TOLD_OF_IT.match(line.text):
+            return line._replace(text=f"[{self._object}] {line.text.strip()}")
+        return line
 
     def _apply_rows(self, line: Line) -> bool:
         """Whether a row of an end knows the line."""

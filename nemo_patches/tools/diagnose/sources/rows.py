@@ -412,10 +412,14 @@ ROWS = (
     ),
     _row(  # what programs write when training has come to its end, in good order
         "eturning from train|raining finished|raining complete|raining done|inished training|"
-        "Trainer.fit` stopped|Done waiting for",
+        "Trainer.fit` stopped|Done waiting for|inal validation m|inal eval|inal test|inal check|"
+        "inal model|succeeded",
         r"[Rr]eturning from train|[Tt]raining (?:has |is"
         r" )?(?:finished|completed?|done)|[Ff]inished training|"
-        r"`Trainer\.fit` stopped: `max_|Done waiting for other agents",
+        r"`Trainer\.fit` stopped: `max_|Done waiting for other agents|"
+        r"\b[Ff]inal (?:validation|test|eval\w*) (?:metrics|results)\b|[Ss]aved (?:the )?final "
+        r"(?:checkpoint|model)|[Ff]inal (?:checkpoint|model) (?:was |is )?(?:saved|written)|"
+        r"\bJob '\S{1,80}' succeeded",
         reader="finished",
     ),
     _row(
@@ -577,8 +581,8 @@ ROWS = (
         text="Lightning, of local rank {local} (pid {pid})",
     ),
     _end(
-        "ProcessExited",
-        r"ProcessExitedException: (?P<how>process \d{1,7} terminated with signal"
+        "xception: process",
+        r"(?:^|\s|ProcessExited)Exception: (?P<how>process \d{1,7} terminated with signal"
         r" SIG(?:KILL|BUS|SEGV))",
         KILLED,
         "torch.multiprocessing: {how}",
@@ -623,6 +627,11 @@ ROWS = (
         "pid: |Worker PID",
         r"^\s{0,16}pid: (\d{1,9})$|Worker PID: (\d{1,9})",
         reader="ray_pid",
+    ),
+    _row(
+        "receives a SIG",
+        r"The process receives a (SIGTERM|SIGINT)",
+        reader="ray_signal",
     ),
     # Who had not come, by HCCL, Horovod and NCCL's RAS: a communicator, its ranks of one state, and
     # these ranks if they are few
