@@ -48,6 +48,8 @@ _OF_ANY_CONNECTION = re.compile(
     r"Connection (?:closed|reset) by|Broken pipe|Socket Timeout"
 )
 _OWN_FAULT = re.compile(
+    # Of Ascend: all but HCCL's own (EI) and inner ones
+    r"\bE[A-HJ-Z](?!9999)\d{4}: |"
     r"out of memory|device-side assert|illegal memory access|no kernel image|Duplicate"
     r" GPU|ncclInvalid|"
     r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in"

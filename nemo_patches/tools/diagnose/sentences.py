@@ -57,7 +57,7 @@ _CURES = (
             " cannot go on without it."
         ),
     ),
-    ("HW Exception by GPU", _LOOK_AT_THE_GPU),
+    (" by GPU", _LOOK_AT_THE_GPU),
     ("a consequence of its GPU's error", _LOOK_AT_THE_GPU),
     (
         "shared memory",
@@ -147,7 +147,7 @@ _ENDS_OF_JOB = {
 _MOST_HINTS = 2
 _BESIDE_HINTS = (
     *(ids.WAITED_IN_VAIN, ids.ALL_IN, ids.MISSING_RANK, ids.STUCK_WATCHDOG),
-    *(ids.NOT_ENOUGH, ids.START_UP),
+    *(ids.NOT_ENOUGH, ids.START_UP, ids.FIRST_FAILURE),
 )
 _MODELS_DIFFER = (
     "Make the model the same on all ranks before DDP wraps it: parameters that only some"
@@ -179,8 +179,8 @@ def cause(facts: list[Fact], hearing: Hearing) -> Finding:
         told = f"{who(ranks)} raised {text}{at(first.condition.where)}"
     elif first.condition_kind == conditions.NODE:
         kind = ids.NODE_FAILED
-        told = f"A node of the job failed ({text})"
-        ranks = set()
+        whose = f", of {named(ranks)}" if NOT_TOLD not in ranks else ""
+        told = f"A node of the job failed{whose} ({text})"
     else:
         kind = ids.KILLED
         victim = who(ranks)

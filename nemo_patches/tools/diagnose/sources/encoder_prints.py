@@ -6,21 +6,35 @@ They are guesses, and accuse nobody.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from nemo_patches.judging.kinds import OF_TRAINING
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Finding
-from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
-from nemo_patches.tools.diagnose.verdicts import finding
+from nemo_patches.tools.diagnose.sources.hearsay_lines import Steps
+from nemo_patches.tools.diagnose.sources.lines import (
+    BEFORE_MESSAGE,
+    MOST_KEPT,
+    Line,
+    shown,
+)
+from nemo_patches.tools.diagnose.verdicts import finding, parties
 
 _RANK = re.compile(r"\b(?:global_?)?[Rr]ank[ =:_#-]{0,2}(\d{1,6})\b")
 # A line of a rank's own: "rank 2: no data", "[rank 2/8] no data"; not "lora rank 8"
 _OWN = re.compile(
     r"\W{0,3}(?:global_?)?[Rr]ank[ =:_#-]{0,2}(\d{1,6})(?:(?:/| of )\d{1,6})?\s?[:|\])]"
 )
+# "before validation, rank 2"; not "rank 8 on GPU 2"
+_AT_THE_END = re.compile(
+    r"(?!.*(?i:rank)\W{0,2}\d+\b.+\d$).*(?<!for )(?<!rom )(?<! to )(?<! of )(?<!ith )"
+    r"\b(?i:rank|device|gpu|worker)[ =:#_-]{0,2}(\d{1,6})$"
+)
+_NUMBERS = re.compile(r"\d+(?:\.\d+)?")
+_CLOCK = re.compile(r"\b(\d\d):(\d\d):(\d\d)\b")
+_SILENCE_S, _MOST_SILENCE_S = 60, 43_200
 _CALLED = (
     r"about to (?:call|enter|run)|before|calling|entering|starting|enters?|"
     r"wait(?:ing|s)? (?:in|at|for|on)|reached|arrived (?:in|at)|"
@@ -124,11 +138,17 @@ class _Prints:
         behind = [rank for rank in seen if self.called[rank] < most]
         if len(inside) < 2 or not 0 < len(behind) <= len(inside):
             return None
-        text = (
-            f"{_who(inside, seen)} called {self.name}, and {_who(behind, seen)} did not say"
-            " so: held up before it, gone, or only slow, or the log was cut."
-        )
-        return _guess(text)
+        return _held_up(inside, behind, seen, f"called {self.name}")
+
+
+def _held_up(
+    there: Iterable[int], absent: Iterable[int], seen: Mapping[int, Line], did: str
+) -> Finding:
+    text = (
+        f"{_who(there, seen)} {did}, and {_who(absent, seen)} did not say so: held up"
+        " before it, gone, or only slow, or the log was cut."
+    )
+    return _guess(text)
 
 
 def _who(ranks: Iterable[int], last: Mapping[int, Line]) -> str:
@@ -152,13 +172,20 @@ class EncoderPrints:
         self._seen: dict[int, Line] = {}  # the last line of each rank, but for errors
         self._ran_out: dict[int, Line] = {}  # that have said little since
         self._after: Counter[int] = Counter()  # lines of these since
+        # How often each rank printed lines that are alike but for their numbers
+        self._alike: dict[str, Counter[int]] = defaultdict(Counter)
+        self._at_s = 0  # when the last line was written, by the time of the day in it
+        self._is_silent = False  # a pause followed the ranks' prints
+        self._steps = Steps()  # since then
 
     def take(self, line: Line) -> None:
         rank, text = line.rank, line.text
-        if line.has_prefix:
-            self._see(rank, line)
-        elif own := _OWN.match(text):
-            self._see(int(own[1]), line)
+        own = _OWN.match(text) or (text[-1:].isdecimal() and _AT_THE_END.match(text))
+        if line.has_prefix or own:
+            self._see(int(own[1]) if own and not line.has_prefix else rank, line)
+        elif self._seen:
+            self._is_silent |= self._pauses(text)
+            self._is_silent &= not self._steps.go_on(text)
         if not self._of and not any(word in text for word in WORDS):
             return
         if not line.has_prefix and (told := _RANK.search(text)):
@@ -186,6 +213,11 @@ class EncoderPrints:
         if not is_known or "rror" in line.text:
             return
         self._seen[rank] = line
+        if len(self._alike) < MOST_KEPT:
+            self._alike[_shape(line)][rank] += 1
+        self._pauses(line.text)
+        self._is_silent = False
+        self._steps.begin()
         if rank in self._ran_out:
             self._after[rank] += 1
             if self._after[rank] > _MOST_AFTER:
@@ -193,6 +225,36 @@ class EncoderPrints:
         elif _may_be_an_end(line.text) and _RAN_OUT.search(line.text):
             self._ran_out[rank] = line
             self._after[rank] = 0
+
+    def _pauses(self, text: str) -> bool:
+        """Whether nothing was written for long before that line."""
+        if (clock := _CLOCK.search(text)) is None:
+            return False
+        hours, minutes, seconds = map(int, clock.groups())
+        before, self._at_s = self._at_s, 3600 * hours + 60 * minutes + seconds
+        return _SILENCE_S <= (self._at_s - before) % 86_400 <= _MOST_SILENCE_S
+
+    def _not_come(self) -> Finding | None:
+        """Where most ranks printed a line last, few did not come to print it, and nothing followed
+        for long.
+        """
+        seen = self._seen
+        shapes = [*parties((_shape(line), rank) for rank, line in seen.items()).items()]
+        shape, there = shapes[-1] if shapes and self._is_silent else ("", [])
+        counts = self._alike.get(shape, Counter())
+        first = min((seen[rank].number for rank in there), default=0)
+        absent = [rank for rank in seen if seen[rank].number < first]
+        is_one = len({counts[rank] for rank in there}) == 1
+        # Else a number may be none of a rank.
+        is_known = any(one.keys() == seen.keys() for one in self._alike.values())
+        is_behind = all(counts[rank] < counts[there[0]] for rank in absent)
+        if not (
+            is_one and is_known and is_behind and 0 < 2 * len(absent) <= len(there)
+        ):
+            return None
+        if len(there) + len(absent) < len(seen):
+            return None
+        return _held_up(there, absent, seen, "printed that")
 
     def _named(self, what: str) -> _Prints:
         return self._of.setdefault(_name(what), _Prints(_name(what)))
@@ -208,7 +270,7 @@ class EncoderPrints:
             return uneven
         ordered = sorted(self._of.values(), key=lambda one: one.name != _ENCODER)
         told = (one.finding(self._seen) for one in ordered)
-        return next(filter(None, told), None)
+        return next(filter(None, told), None) or self._not_come()
 
     def _uneven(self) -> Finding | None:
         """Where few ranks say that they have no more batches, and all others print after that."""
@@ -229,6 +291,11 @@ class EncoderPrints:
 
 def _may_be_an_end(text: str) -> bool:
     return not text.isascii() or any(word in text for word in WORDS_OF_AN_END)
+
+
+def _shape(line: Line) -> str:
+    before = BEFORE_MESSAGE.match(line.text)
+    return _NUMBERS.sub("0", line.text[before.end() if before else 0 :])
 
 
 def _name(what: str) -> str:

@@ -19,9 +19,11 @@ _MOST_FRAMES = 64  # of a traceback, the innermost
 _MOST_LINES = 6  # of an exception's message
 _PREFIX = re.compile(r"(?:\[rank\d{1,7}\]: ?){1,4}")  # launchers may write it once more
 _CONTINUES = re.compile(
-    r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)"
+    r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU|E[A-Z]\d{4}: )"
 )  # a message, for sure
-_LAST_ERROR = "Last error:"
+# torch_npu's, with its rank, right beneath an exception that has none
+_OF_NPU = re.compile(r"ERR\d{5} ")
+_REASON = re.compile(r"(?<=Last error:\n).+|^E[A-Z]\d{4}: .+", re.MULTILINE)
 # Rich draws a frame.
 _BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\)(?::$| ?[─-])")
 # torch.distributed.checkpoint: what follows, another rank has raised; all ranks pass it on.
@@ -63,7 +65,7 @@ _FATAL = re.compile(
 )
 # The line before a traceback that says whose it is: "ERROR .. raised on rank 3"
 _WHOSE = re.compile(
-    r"(?i)^(?=.*(?:error|exception|fail|fatal|crash|raise|critical))"
+    r"(?i)^(?=.*(?:error|exception|fail|fatal|crash|raise|critical|\[rank \d{1,6}\]$))"
     r".*(?<![a-z])(?<!local_)(?<!local )(?<!node_)(?<!node )rank(?: ?id)?[\s:=#_-]{0,3}(\d{1,6})\b"
 )
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
@@ -136,9 +138,9 @@ class _Error:
     @property
     def text(self) -> str:
         kind, message = self.type.rpartition(".")[2], self.message.strip()
-        # NCCL's first line is its kind, the line after this one what happened.
-        if _LAST_ERROR in self.lines[:-1]:
-            message = f"{message}: {self.lines[self.lines.index(_LAST_ERROR) + 1]}"
+        # NCCL's and HCCL's first line is its kind, another one what happened.
+        if reason := _REASON.search(self.words):
+            message = f"{message}: {reason[0]}"
         return shown(f"{kind}: {message}" if message else kind)
 
     @property
@@ -211,6 +213,11 @@ class ExceptionLines:
         key = line.rank  # NOT_TOLD: lines without a prefix in a file of many ranks
         text = self._without_label(line.text)
         before, self._before = self._before, text
+        stray = self._writing.get(NOT_TOLD)
+        if line.has_prefix and stray and stray.last and _OF_NPU.match(text):
+            if line.number == stray.last.line.number + 1:
+                self._fatal[NOT_TOLD] = line.rank
+            return
         if fatal := _FATAL.search(text):
             self._end(key)
             pid, spawned = int(fatal["pid"] or 0), fatal["spawned"]
@@ -374,6 +381,8 @@ class ExceptionLines:
 
     def _tell(self, rank: int, writing: _Writing) -> None:
         error = writing.root
+        if error and writing.last and not error.words.strip():
+            error = writing.last  # "queue.Empty" alone says nothing
         if error is not None and error.type.endswith(_PASSED_ON):
             self._pass_on(rank, error)
             return

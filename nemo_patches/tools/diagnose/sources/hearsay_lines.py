@@ -210,10 +210,14 @@ _ANYWHERE = (
 )
 # Who has come and who has not, as barriers and monitors list them.
 _NOT_COME = re.compile(
-    rf"\b(?i:(?:{_STATE}|not (?:arrived|joined|ready|responding|reported|present)|never arrived|"
+    rf"\b(?i:(?:{_STATE}|"
+    r"(?:(?:did |do |have |has )?not|never) (?:arrived?|join(?:ed)?|ready|come|present|"
+    r"respond(?:ed|ing)?|report(?:ed)?)|"
     r"outstanding|offline|timed[ -]out|waiting (?:for|on)))"
-    rf"(?P<names>['\"]?[ _-](?:{_NAMES})s?)?(?: at [\w'.-]{{1,40}})?['\"]?\s?[:=]\s?{_LIST}"
+    rf"(?P<names>['\"]?[ _-](?:{_NAMES})s?(?: names| ids)?)?"
+    rf"(?: at [\w'.-]{{1,40}})?['\"]?\s?[:=]\s?{_LIST}"
 )
+_TASK = re.compile(r"(?:/[\w.-]{1,40}:[\w.-]{1,40}){0,4}/[a-z]{1,20}:(?=\d)")
 _HAS_COME = re.compile(
     r"\b(?i:arrived|present|joined|ready|reached|responded|checked[ -]in|received(?: from)?|seen|"
     rf"alive|entered)(?:[ _-](?:{_NAMES})s?)?['\"]?\s?[:=]\s?{_LIST}"
@@ -236,7 +240,9 @@ _OF_HEADER = re.compile(
 # An event of a cluster's pod or node
 _OF_CLUSTER = re.compile(
     r"\b(?:Evict(?:ed|ing|ion(?:By\w+)?)|Preempt(?:ed|ing|ionBy\w+)|OOMKilled|TaintManagerEviction|NotReady|"
-    r"Node(?:NotReady|Lost|Failure)|[Nn]ode \S{1,80} (?:is |was )?(?:down|drained|failed))\b"
+    r"Node(?:NotReady|Lost|Failure|Shutdown)|[Nn]ode \S{1,80} (?:is |was )?(?:down|drained|failed)|"
+    r"\w*Spot\w*(?:Termination|Interruption)|"
+    r"instances?\W(?:was |is |were )?(?:preempted|reclaimed))\b"
 )
 # A monitor's event of a rank, in JSON
 _EVENT = re.compile(
@@ -362,7 +368,18 @@ WORDS = (
     *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
     *("imeout waiting", "with status", "signal ", " D state", "left the "),
     *("no step", "stall", " hang"),
-    *("Evict", "Preempt", "NotReady", "NodeLost", "OOMKilled", "drained", "is down"),
+    *(
+        "Spot",
+        "reclaimed",
+        "Evict",
+        "Preempt",
+        "NotReady",
+        "NodeLost",
+        "NodeShut",
+        "OOMKilled",
+        "drained",
+        "is down",
+    ),
     *("iving up", "gave up", "Error", "rror on", "xception on", "stale", "state T"),
 )
 IN_CHINESE = (
@@ -448,15 +465,19 @@ class HearsayLines:
         text, before = line.text, self._before
         self._before = text
         self._take_back(text)
-        if (
-            is_known
-            or is_row
-            or self._take_listed(line)
-            or self._take_words(line, before)
-        ):
-            return
-        if self._told:
+        is_told = is_known or is_row or self._take_listed(line)
+        is_told = is_told or self._take_words(line, before)
+        self._header = self._header if is_told and not is_known else None
+        if text.endswith(":") and _WHOSE_LISTS.search(text):
+            self._note_header(line, before)
+        if self._told and not is_told:
             self._weigh(line)
+
+    def _note_header(self, line: Line, before: str) -> None:
+        header = _HEADER.search(line.text)
+        mood = header and _MOOD_LOWER.search(line.text.lower(), 0, header.start())
+        if header and not mood and not _is_no_report(line.text, before):
+            self._header = line
 
     def _take_words(self, line: Line, before: str) -> bool:
         """Whether they tell of a rank."""
@@ -464,17 +485,16 @@ class HearsayLines:
         if line.has_prefix and (event := _EVENT.match(text)):
             self._tell([line.rank], _state_of(event[1]), line)
             return True
-        if not _has_words(text.translate(ANY_DIGIT)) or _is_no_report(text, before):
+        if not _has_words(text.translate(ANY_DIGIT)):
             return False
-        if text.endswith(":") and _WHOSE_LISTS.search(text):
-            header = _HEADER.search(text)
-            if header and not _MOOD_LOWER.search(text.lower(), 0, header.start()):
-                self._header = line
-        for ranks, kind in _told_in(line, self._found.world_size):
-            self._tell(ranks, kind, line)
-            return True
-        if _OF_CLUSTER.search(text):
-            self._tell([NOT_TOLD], TOLD_DEAD, line, A_NAME)
+        if not _is_no_report(text, before):
+            for ranks, kind in _told_in(line, self._found.world_size):
+                self._tell(ranks, kind, line)
+                return True
+        # Also a cell of a table; who took its place is no news.
+        what = text.strip("| ").partition(" by ")[0]
+        if _OF_CLUSTER.search(what) and not _is_no_report(what, before):
+            self._tell([NOT_TOLD], TOLD_DEAD, line._replace(text=what), A_NAME)
             return True
         return False
 
@@ -563,10 +583,14 @@ class HearsayLines:
             if told.needs == A_NAME:
                 self._found.explain_node(told.line)
             named = self._found.ranks_named(told.line.text)
-            if not {"": True, A_HANG: has_ended, A_NAME: named}[told.needs]:
+            if not {"": True, A_HANG: has_ended, A_NAME: named or has_ended}[
+                told.needs
+            ]:
                 continue
             text = told.line.text.strip()[:200]
             condition = Condition(told.kind, text)
+            if told.needs == A_NAME and not named:
+                condition = Condition(conditions.HINT, text)
             after = self._after.get(told.line.file)
             if not has_ended and after and after.leaves_in_doubt(told.at):
                 quoted = f'the log goes on after "{text}"'
@@ -697,6 +721,7 @@ def _in_lists(text: str, size: int) -> list[int]:
     """Who has not come, by lists of a line; a number alone is a count, unless a list of who has
     come stands beside it.
     """
+    text = _TASK.sub("", text)
     absent = _NOT_COME.search(text)
     if absent is None:
         return []

@@ -35,6 +35,8 @@ _MOST_SHAPES = 1 << 9  # of lines
 _NAMED = re.compile(r"\s*['\"]?[Nn]ame['\"]?: +['\"]?([a-z][\w.-]{0,200})")
 _NAMESPACE = re.compile(r"\s*['\"]?[Nn]amespace['\"]?: ")
 _TOLD_OF_IT = re.compile(r"\s*(?:['\"]?(?:[Rr]eason|[Mm]essage)['\"]?:|Warning\s{2}) ?")
+_WRITER = re.compile(r"\(\w[\w.:-]{0,80} pid=(\d{1,9})(?:, ip=[\d.]{7,15})?\) ")
+_IP = re.compile(r"\bip=([\d.]{7,15})\b")
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
 
@@ -89,6 +91,7 @@ class Launch:
             self._stalls.take(ours, line)
             return
         line = self._of_object(line)
+        line = self._with_rank_of_pid(line)
         text_before, self._text_before = self._text_before, line.text
         if is_no_event(line.text, text_before):
             return
@@ -109,6 +112,16 @@ class Launch:
         if self._object and _TOLD_OF_IT.match(line.text):
             return line._replace(text=f"[{self._object}] {line.text.strip()}")
         return line
+
+    def _with_rank_of_pid(self, line: Line) -> Line:
+        """Ray and others write the process before its lines, and its rank once."""
+        writer = None if line.has_prefix else _WRITER.match(line.text)
+        rank = (
+            self.found.rank_of_pid.get(int(writer[1]), NOT_TOLD) if writer else NOT_TOLD
+        )
+        if writer is None or rank < 0:
+            return line
+        return line._replace(text=line.text[writer.end() :], rank=rank, has_prefix=True)
 
     def _apply_rows(self, line: Line) -> bool:
         """Whether a row of an end knows the line."""
@@ -154,16 +167,19 @@ class Launch:
         self.found.is_over = True
 
     def take_pid(self, both: re.Match[str], line: Line) -> None:
-        pid = both[1] or both[4] or both[5] or both[9]
-        rank = both[2] or both[3] or both[6] or both[8]
+        pid = both[1] or both[4] or both[5] or both[8]
+        rank = both[2] or both[3] or both[6] or both[7]
         self.found.note_pid(int(pid), int(rank))
-        if both[7]:
-            self.found.has_size(both[7])
+        if len(self.found.ranks_of_name) < MOST_KEPT:
+            *_, address = "", *_IP.findall(line.text)
+            self.found.note_names({address: {int(rank)}})
+        self.found.has_size(both[9] or 0)
 
     def finish(self, evidence: Evidence) -> None:
         self._stalls.finish()
         self.ends.finish()
         self.tracebacks.finish()
+        self.found.tell_ranks_of_faults()
         self._ras.finish()
         self._gpus.name_hosts()
         self._hearsay.finish(self.ends.is_finished)
@@ -180,7 +196,8 @@ class Launch:
         for ranks in evidence.groups.values():
             ranks -= not_told
         if not self.ends.is_finished:
-            more = (self._prints.finding(), self._hearsay.tables.finding())
+            told = self._prints.finding(), self._hearsay.tables.finding()
+            more = (*told, self._ras.ahead)
             evidence.findings += filter(None, more)
 
 

@@ -22,12 +22,15 @@ from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
 
 MOST_RANKS = 1 << 20
 _CLOSED_BY = re.compile(r"by ?peer \[?(\d{1,3}(?:\.\d{1,3}){3})\b")
-_PROCESS = re.compile(r"(?:Killed process |\(pid |\bpid=)(\d{1,9})[ ,)]")
+_PROCESS = re.compile(r"(?:Killed process |\bpid[ =])(\d{1,9})[ ,)]")
+_FAULT = re.compile(r"\bby GPU\b|\bamdgpu\b.*\bpid \d")
 _ONE_OF_HOST = re.compile(r"\btask \d|\blocal[ _]rank\b|\bpid\b|Killed process")
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
 _MOST_REPORTS = 4  # folders
+_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[-.][a-z0-9]+){0,20}")
+_REPORTS = (conditions.MISSING, conditions.NODE)  # of others
 _OF_EVENTS = conditions.CAUSES | {
     *(conditions.FAILED, conditions.TOLD_DEAD, conditions.TOLD_ABSENT)
 }
@@ -101,7 +104,7 @@ class LaunchFacts:
             if self.not_told > _MOST_NOT_TOLD:
                 return
         self.facts[key] = fact
-        self.reports_made += fact.condition_kind == conditions.MISSING
+        self.reports_made += fact.condition_kind in _REPORTS
 
     def without_local_ranks(self) -> set[int]:
         """On several hosts a local rank is not the job's: move such facts to NOT_TOLD. Returns the
@@ -147,7 +150,7 @@ class LaunchFacts:
         """Of others, of who had not come: the job has gone on, and no rank gave up waiting."""
         if conditions.WAITED not in self.kinds:
             self.leave_out(
-                lambda fact: fact.condition_kind == conditions.MISSING and not fact.own
+                lambda fact: fact.condition_kind in _REPORTS and not fact.own
             )
 
     def leave_out_waits(self, line: Line) -> None:
@@ -181,6 +184,26 @@ class LaunchFacts:
                     # Ray counts the workers that it kills, and then names each.
                     self.leave_out(_is_kill_of_nobody)
 
+    def tell_ranks_of_faults(self) -> None:
+        """A GPU's fault ends its process by SIGABRT: the kernel names that, or one ended so."""
+        aborted = {
+            fact.rank: fact.cite.rpartition(":")[0]
+            for fact in self.facts.values()
+            if fact.condition_kind == conditions.ABORTED
+            and not self.has(fact.rank, conditions.WAITED)
+        }
+        for key, fact in [*self.facts.items()]:
+            if fact.rank != NOT_TOLD or not _FAULT.search(fact.condition_text):
+                continue
+            pid = _PROCESS.search(fact.condition_text)
+            ranks = {rank for rank, file in aborted.items() if file == fact.host}
+            if pid is not None:
+                ranks = {self.rank_of_pid.get(int(pid[1]), NOT_TOLD)} & aborted.keys()
+            if len(ranks) == 1 and max(ranks) >= 0:
+                del self.facts[key]
+                value = replace(fact.condition, kind=conditions.RAISED)
+                self.keep(replace(fact, rank=max(ranks), value=value))
+
     def note_names(self, names: Mapping[str, set[int]]) -> None:
         for name, ranks in names.items():
             self.ranks_of_name.setdefault(name, set()).update(ranks)
@@ -189,15 +212,18 @@ class LaunchFacts:
         """Of the pod or the host that a text names: the one with the fewest, and not the half of
         the job.
         """
-        names = (
+        known = self.ranks_of_name
+        parts = [
             part for name in _NAME.findall(text) for part in (name, *name.split("."))
-        )
-        ranks = [
-            self.ranks_of_name[name] for name in names if name in self.ranks_of_name
         ]
+        # Which process of a host, its address does not tell.
+        at = [] if _ONE_OF_HOST.search(text) else _ADDRESS.findall(text)
+        ranks = [known[name] for name in (*parts, *at) if name in known]
         fewest = min(ranks, key=len, default=set())
-        size = max(self.world_size, len({*chain(*self.ranks_of_name.values())}))
-        return fewest if 2 * len(fewest) < size else set()
+        named = len({*chain(*known.values())})
+        size = max(self.world_size, named)
+        is_one_of_two = len(fewest) == 1 and named == size == 2
+        return fewest if is_one_of_two or 2 * len(fewest) < size else set()
 
     def tell_ranks_of_named(self) -> None:
         """An event of a pod or a host is its ranks', unless they say that they waited."""

@@ -6,20 +6,25 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions
+from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Finding
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
+from nemo_patches.tools.diagnose.verdicts import finding
 
 
 @dataclass
 class _Communicator:
     """RAS lists the ranks of a state where they are few. last: operation that any rank has
-    launched. most: ranks of one state. state: of the next ranks, with its operation and count.
+    launched. most: ranks of one state; usual: their operation. state: of the next ranks, with its
+    operation and count.
     """
 
     last: int = NOT_TOLD
     most: int = 0
+    usual: int = NOT_TOLD
     state: tuple[str, int, int] = ("", NOT_TOLD, 0)
     ranks: dict[int, tuple[tuple[str, int, int], str, Line]] = field(
         default_factory=dict
@@ -33,6 +38,7 @@ class RasLines:
         self._found = found
         self._communicators: dict[str, _Communicator] = defaultdict(_Communicator)
         self._name = ""
+        self.ahead: Finding | None = None
         self._ready: set[int] = set()  # by Horovod's reports
         self._ready_at: Line | None = None
         self._horovod_at = 0  # number of the line that may list a missing rank
@@ -58,7 +64,8 @@ class RasLines:
         if self._name and len(self._communicators) < MOST_KEPT:
             one = self._communicators[self._name]
             number, count = int(told["number"] or NOT_TOLD), int(told["count"])
-            one.last, one.most = max(one.last, number), max(one.most, count)
+            one.last = max(one.last, number)
+            one.most, one.usual = max((one.most, one.usual), (count, number))
             one.state = told["what"], number, count
 
     def take_ras_rank(self, rank: re.Match[str], line: Line) -> None:
@@ -75,6 +82,7 @@ class RasLines:
             for rank in sorted(set(range(self._found.world_size)) - self._ready):
                 self._missing(rank, "to a tensor that others gave, by Horovod", line)
         for one in self._communicators.values():
+            self._note_ahead(one)
             counts = one.last < 0
             for rank, ((what, number, count), process, line) in one.ranks.items():
                 if count < one.most if counts else number < one.last:
@@ -82,3 +90,18 @@ class RasLines:
                         f"as others: {what}" if counts else f"to operation {one.last}"
                     )
                     self._missing(rank, f"{title}, by NCCL's RAS; {process}", line)
+
+    def _note_ahead(self, one: _Communicator) -> None:
+        """RAS lists the few, whether they are behind or ahead."""
+        ahead = {
+            rank: line
+            for rank, ((_, number, count), _, line) in one.ranks.items()
+            if number > one.usual >= 0 and count < one.most
+        }
+        if ahead:
+            text = (
+                f"{named(ahead)} have launched operation {one.last}, and {one.most} others"
+                f" {one.usual}: those few are ahead, and which of the others they wait for,"
+                f" NCCL's RAS does not tell [{next(iter(ahead.values())).cite}]."
+            )
+            self.ahead = finding(NOT_ENOUGH, text)

@@ -130,11 +130,12 @@ ROWS = (
     _row("Starting with", r"Starting with (\d{1,7}) processes", reader="size"),
     _row(
         "pid",
-        r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s(?:(?!pid=|ProcessGroup).){0,200}?"
-        r"(?:\[[Rr]ank ?|world_rank=)(\d{1,7})\b|\[rank=(\d{1,7})\] pid=(\d{1,9})|"
-        r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size"
-        r" )?(\d{1,7}))?|"
-        r"(?<!ocal )\b[Rr]ank[ =:]{0,2}(\d{1,7}),? \(?pid[ =:]{1,2}(\d{1,9})\b",
+        r"(?:\bpid=(\d{1,9})\b[^)]{0,80}\)\s(?:(?!pid=|ProcessGroup).){0,200}?"
+        r"(?:\[[Rr]ank[ =]?|world_rank=|\b(?:[Rr]unning on|as) rank )(\d{1,7})\b(?!\]$)|"
+        r"\[rank=(\d{1,7})\] pid=(\d{1,9})|"
+        r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b|"
+        r"(?<!ocal )\b[Rr]ank[ =:]{0,2}(\d{1,7}),? \(?pid[ =:]{1,2}(\d{1,9})\b)"
+        r"(?:(?: ?/| of|, world_size=) ?(?:size )?(\d{1,7}))?",
         reader="pid",
         follows=True,
     ),
@@ -340,10 +341,11 @@ ROWS = (
         of_rank=True,
     ),
     _row(  # of ROCm, which ends the process
-        "HW Exception by GPU",
-        r"HW Exception by GPU .{1,80}?(?P<what>reason ?:.{1,80})",
+        "by GPU",
+        r"(?P<how>HW Exception|Memory access fault) by GPU .{1,80}?"
+        r"(?P<what>[Rr]eason ?:[^.]{1,80})",
         RAISED,
-        "HW Exception by GPU, {what}",
+        "{how} by GPU, {what}",
     ),
     _row(
         "op.preamble.",
@@ -608,7 +610,8 @@ ROWS = (
     ),
     _end(
         "marked dead",
-        r"The node with node id: .{1,200}address: (?P<node>\S{1,80}).{0,200} has been marked dead",
+        r"The node with node id: .{1,200}(?:address|ip): (?P<node>\S{1,80}).{0,200}"
+        r" has been marked dead",
         NODE,
         "Ray: node {node} was marked dead",
     ),
@@ -741,7 +744,8 @@ ROWS = (
         r"(?P<what>INFO: task \S{1,80} blocked for more than \d{1,9} seconds|"
         r"nfs: server \S{1,200} not responding.{0,40}|"
         r"mlx5_\S{1,20}(?:: | \S{1,40} ).{0,80}(?:[Ll]ink down|health|[Ff]atal).{0,80}|"
-        r"amdgpu: (?:ring \S{1,40} timeout|GPU reset begin|.{0,80}(?:[Hh]ang|fatal)).{0,80}|"
+        r"amdgpu: (?:ring \S{1,40} timeout|GPU reset begin|.{0,80}(?:[Hh]ang|fatal|\bpid \d))"
+        r".{0,80}|"
         r"EDAC .{0,80}UE .{0,80}|Machine check events logged)",
         HINT,
         "the kernel: {what}",

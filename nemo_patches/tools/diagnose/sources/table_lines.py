@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.conditions import TOLD_APART, TOLD_DEAD
+from nemo_patches.tools.diagnose.conditions import HINT, TOLD_APART, TOLD_DEAD
 from nemo_patches.tools.diagnose.findings import Finding
-from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.lines import (
     ANY_DIGIT,
     BEFORE_MESSAGE,
@@ -25,9 +25,10 @@ from nemo_patches.tools.diagnose.sources.lines import (
     MOST_KEPT,
     RANK_OF_COMMAND,
     Line,
+    shown,
 )
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
-from nemo_patches.tools.diagnose.verdicts import finding
+from nemo_patches.tools.diagnose.verdicts import finding, parties
 
 # Of the best rank's throughput: ranks on one kind of GPU differ by some %
 _LEAST_SHARE = 0.5
@@ -81,6 +82,13 @@ _KEYED = re.compile(
     r"\b(?P<key>(?:last )?[A-Za-z_]{2,30}|ms)['\"]?[ =:]{1,3}['\"]?(?P<value>\d\d:\d\d:\d\d|"
     r"\d[\d.]*(?: ?(?:ms|s|sec\w*|min\w*|m|h)\b)?)|"
     r"\b(?P<state>stat(?:e|us)?)['\"]?[ =:]{1,3}['\"]?(?P<word>[A-Za-z]+)"
+)
+# "rank   2 =        nan": one value, beneath an error that says that ranks differ
+_CELL = re.compile(
+    r"\W{0,4}[Rr]ank[\s:#]{0,4}(\d{1,6})\]?\s?[=:]\s{0,12}([-+\w.]{1,40})"
+)
+_OF_UNLIKE = re.compile(
+    r"inconsisten|\bdiffer|mismatch|diverge|\bunlike|not (?:equal|identical)"
 )
 # One line: "step time by rank (ms): 0: 355, 1: 351, 2: 1553"
 _LISTED = re.compile(
@@ -153,6 +161,9 @@ class TableLines:
         self._is_there = is_there
         self._table = _Table()
         self._hang_at = -_NEAR  # number of the last line that speaks of one
+        self._unlike_at = -_NEAR  # likewise, of ranks that differ
+        self._cells: dict[int, str] = {}
+        self._head: Line | None = None  # before them
         self._slow: Finding | None = None
 
     def take_throughput(self, found: re.Match[str], line: Line) -> None:
@@ -175,6 +186,14 @@ class TableLines:
     def take(self, line: Line) -> bool:
         """Whether it is a row beneath a head."""
         text = line.text
+        if "ank" in text and (cell := _CELL.fullmatch(_message(line))):
+            if len(self._cells) < MOST_KEPT:
+                self._cells[int(cell[1])] = cell[2]
+            return False
+        self._end_cells()
+        self._head = line
+        if _OF_UNLIKE.search(text):
+            self._unlike_at = line.number
         if self._table.split:
             if _RULE.fullmatch(text):
                 return bool(text)
@@ -189,6 +208,19 @@ class TableLines:
         if may_begin and not self._take_list(line):
             self._begin(line)
         return False
+
+    def _end_cells(self) -> None:
+        """One value apart from all others, which are equal, is told beside the verdict."""
+        cells, self._cells = self._cells, {}
+        if len(cells) < _LEAST_RANKS:
+            return
+        by_value = parties((value, rank) for rank, value in cells.items())
+        if len(by_value) != 2 or self._head is None:
+            return
+        (odd, ranks), (usual, _) = by_value.items()
+        if len(ranks) == 1 and self._head.number - self._unlike_at < _NEAR:
+            text = f"{shown(self._head.text)} {odd} on rank {ranks[0]}, {usual} on all others"
+            self._found.add(NOT_TOLD, Condition(HINT, text), self._head, own=False)
 
     def _begin(self, line: Line) -> None:
         for split in _SPLITS:
@@ -267,6 +299,7 @@ class TableLines:
 
     def end(self) -> None:
         """Judge the table that was read."""
+        self._end_cells()
         table, self._table = self._table, _Table()
         if len(table.rows) < 2 or not _are_ranks(table.rows.keys()):
             return
