@@ -58,6 +58,7 @@ _CURES = (
         ),
     ),
     (" by GPU", _LOOK_AT_THE_GPU),
+    ("ECC error", _LOOK_AT_THE_GPU),
     ("a consequence of its GPU's error", _LOOK_AT_THE_GPU),
     (
         "shared memory",
@@ -569,8 +570,8 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
     """
     if not waited:
         return (
-            "Another rank had gone before, or the network failed. Which, this does not"
-            " tell"
+            "Another rank had gone before, or the network failed: no line tells which of"
+            " these"
         )
     entries = [fact.entered for one in waited for fact in one.entered]
     is_one = len({(entry.group, entry.number) for entry in entries}) == 1
@@ -581,9 +582,10 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
             f"All ranks{'' if size else ' that are heard'} had enqueued it, so that the"
             f" transfer failed, or hangs on one of them{unheard}"
         )
+    perhaps = f", perhaps {named(hearing.unseen)}," if hearing.unseen else ""
     text = (
-        "Another rank did not come, or had gone before, or the transfer failed. Which,"
-        " this does not tell"
+        f"Another rank{perhaps} did not come, or had gone before, or the transfer failed:"
+        " no line tells which of these"
     )
     if heard := hearing.having(conditions.HEARD):
         text += f"; {names(heard)} {was(heard)} told of it, and had no time-out"

@@ -456,7 +456,7 @@ class HearsayLines:
     def take(self, line: Line, is_known: bool) -> None:
         """is_known: a row has read it, so only what it tells of the job's going on counts."""
         if line.file != self._file:
-            self.tables.end()
+            self.tables.end_file()
             self._file = line.file
             self._steps.begin()
         is_row = self.tables.take(line)
@@ -574,7 +574,7 @@ class HearsayLines:
 
     def finish(self, is_finished: bool) -> None:
         """is_finished: training has come to its end, so nobody is missing."""
-        self.tables.end()
+        self.tables.end_file()
         if is_finished:
             self._told.clear()
             self._goes_on()

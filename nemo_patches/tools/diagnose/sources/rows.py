@@ -659,9 +659,31 @@ ROWS = (
     ),
     _row(
         "remoteRank[",
-        r"\[RunFailed\].{0,200}\bremoteRank\[(?P<ranks>\d{1,7})\]",
+        r"(?:\[RunFailed\]|createLink para).{0,200}\bremoteRank\[(?:\d{1,7}\]-remoteUserrank\[)?"
+        r"(?P<ranks>\d{1,7})\]",
         MISSING,
         "to a connection, by HCCL",
+    ),
+    *(  # a row of HCCL's table: the remote rank, and the own one, which waited for it
+        _row(
+            " time out ",
+            rf"\| +[\d.]{{7,15}}\({remote}\) +\| +\d{{1,10}} +\| +"
+            rf"[\d.]{{7,15}}\({own}\) +\|.{{0,40}}"
+            r"\| +(?:client|server) +\| time out ",
+            kind,
+            "a connection, by HCCL" if kind == WAITED else "to a connection, by HCCL",
+        )
+        for kind, remote, own in (
+            (MISSING, r"(?P<ranks>\d{1,7})", r"\d{1,7}"),
+            (WAITED, r"\d{1,7}", r"(?P<rank>\d{1,7})"),
+        )
+    ),
+    _row(
+        "Exception Location|crimer rank",
+        r"(?:Cluster Exception Location\[IP/ID\]:|crimer rank )\[(?P<at>[\d.]{7,15})/"
+        r"(?P<number>\d{1,3})\].{0,160}"
+        r"(?:ExceptionType:\[(?:Heartbeat Lost|Stuck)|status\[(?:LOST|STUCK))",
+        reader="lost",
     ),
     _row(
         "mpirun|horovodrun|mpiexec",
@@ -725,6 +747,14 @@ ROWS = (
         reader="throughput",
     ),
     # What was wrong around the ranks
+    _row(
+        "ock",
+        r"(?i:\b(?:waiting|blocked|waits?) (?:for|on) (?:the |a )?(?:file ?)?lock\b|"
+        r"lock \d+ not acquired on|could not acquire (?:file ?)?lock)"
+        r"[^/]{0,40}(?P<at>/[\w./-]{2,200})",
+        HINT,
+        "a lock, which a process that has gone may have left: {at}",
+    ),
     _row(
         "lowdown",
         r"(?P<what>(?:HW|SW) (?:[Tt]hermal|[Pp]ower)[ _][Ss]lowdown "
