@@ -239,7 +239,7 @@ _OF_HEADER = re.compile(
 
 # An event of a cluster's pod or node
 _OF_CLUSTER = re.compile(
-    r"\b(?:Evict(?:ed|ing|ion)|Preempt(?:ed|ing)|OOMKilled|TaintManagerEviction|NotReady|"
+    r"\b(?:Evict(?:ed|ing|ion(?:By\w+)?)|Preempt(?:ed|ing|ionBy\w+)|OOMKilled|TaintManagerEviction|NotReady|"
     r"Node(?:NotReady|Lost|Failure|Shutdown)|[Nn]ode \S{1,80} (?:is |was )?(?:down|drained|failed)|"
     r"\w*Spot\w*(?:Termination|Interruption)|"
     r"instances?\W(?:was |is |were )?(?:preempted|reclaimed))\b"
@@ -456,7 +456,7 @@ class HearsayLines:
     def take(self, line: Line, is_known: bool) -> None:
         """is_known: a row has read it, so only what it tells of the job's going on counts."""
         if line.file != self._file:
-            self.tables.end()
+            self.tables.end_file()
             self._file = line.file
             self._steps.begin()
         is_row = self.tables.take(line)
@@ -574,12 +574,14 @@ class HearsayLines:
 
     def finish(self, is_finished: bool) -> None:
         """is_finished: training has come to its end, so nobody is missing."""
-        self.tables.end()
+        self.tables.end_file()
         if is_finished:
             self._told.clear()
             self._goes_on()
         has_ended = not self._found.kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():
+            if told.needs == A_NAME:
+                self._found.explain_node(told.line)
             named = self._found.ranks_named(told.line.text)
             if not {"": True, A_HANG: has_ended, A_NAME: named or has_ended}[
                 told.needs

@@ -241,6 +241,18 @@ class LaunchFacts:
             for rank in ranks:
                 self.keep(replace(fact, rank=rank))
 
+    def explain_node(self, line: Line) -> None:
+        """What the cluster tells of a node that a launcher has lost."""
+        for key, fact in self.facts.items():
+            text = fact.condition_text
+            if fact.condition_kind == conditions.NODE and _names(text) & _names(
+                line.text
+            ):
+                text = f"{text}; {' '.join(line.text.split())} [{line.cite}]"
+                self.facts[key] = replace(
+                    fact, value=replace(fact.condition, text=text)
+                )
+
     def note_address(self, address: str, rank: int) -> None:
         """Ranks log their hosts' at their start."""
         if len(self.ranks_at) < MOST_KEPT:
@@ -298,6 +310,10 @@ class LaunchFacts:
     @property
     def tells_anything(self) -> bool:
         return bool(self.ranks())
+
+
+def _names(text: str) -> set[str]:
+    return {name for name in _NAME.findall(text) if re.search(r"\d", name)}
 
 
 def _is_kill_for_memory(fact: Fact) -> bool:

@@ -414,10 +414,14 @@ ROWS = (
     ),
     _row(  # what programs write when training has come to its end, in good order
         "eturning from train|raining finished|raining complete|raining done|inished training|"
-        "Trainer.fit` stopped|Done waiting for",
+        "Trainer.fit` stopped|Done waiting for|inal validation m|inal eval|inal test|inal check|"
+        "inal model|succeeded",
         r"[Rr]eturning from train|[Tt]raining (?:has |is"
         r" )?(?:finished|completed?|done)|[Ff]inished training|"
-        r"`Trainer\.fit` stopped: `max_|Done waiting for other agents",
+        r"`Trainer\.fit` stopped: `max_|Done waiting for other agents|"
+        r"\b[Ff]inal (?:validation|test|eval\w*) (?:metrics|results)\b|[Ss]aved (?:the )?final "
+        r"(?:checkpoint|model)|[Ff]inal (?:checkpoint|model) (?:was |is )?(?:saved|written)|"
+        r"\bJob '\S{1,80}' succeeded",
         reader="finished",
     ),
     _row(
@@ -579,8 +583,8 @@ ROWS = (
         text="Lightning, of local rank {local} (pid {pid})",
     ),
     _end(
-        "ProcessExited",
-        r"ProcessExitedException: (?P<how>process \d{1,7} terminated with signal"
+        "xception: process",
+        r"(?:^|\s|ProcessExited)Exception: (?P<how>process \d{1,7} terminated with signal"
         r" SIG(?:KILL|BUS|SEGV))",
         KILLED,
         "torch.multiprocessing: {how}",
@@ -627,6 +631,11 @@ ROWS = (
         r"^\s{0,16}pid: (\d{1,9})$|Worker PID: (\d{1,9})",
         reader="ray_pid",
     ),
+    _row(
+        "receives a SIG",
+        r"The process receives a (SIGTERM|SIGINT)",
+        reader="ray_signal",
+    ),
     # Who had not come, by HCCL, Horovod and NCCL's RAS: a communicator, its ranks of one state, and
     # these ranks if they are few
     _row(
@@ -650,9 +659,31 @@ ROWS = (
     ),
     _row(
         "remoteRank[",
-        r"\[RunFailed\].{0,200}\bremoteRank\[(?P<ranks>\d{1,7})\]",
+        r"(?:\[RunFailed\]|createLink para).{0,200}\bremoteRank\[(?:\d{1,7}\]-remoteUserrank\[)?"
+        r"(?P<ranks>\d{1,7})\]",
         MISSING,
         "to a connection, by HCCL",
+    ),
+    *(  # a row of HCCL's table: the remote rank, and the own one, which waited for it
+        _row(
+            " time out ",
+            rf"\| +[\d.]{{7,15}}\({remote}\) +\| +\d{{1,10}} +\| +"
+            rf"[\d.]{{7,15}}\({own}\) +\|.{{0,40}}"
+            r"\| +(?:client|server) +\| time out ",
+            kind,
+            "a connection, by HCCL" if kind == WAITED else "to a connection, by HCCL",
+        )
+        for kind, remote, own in (
+            (MISSING, r"(?P<ranks>\d{1,7})", r"\d{1,7}"),
+            (WAITED, r"\d{1,7}", r"(?P<rank>\d{1,7})"),
+        )
+    ),
+    _row(
+        "Exception Location|crimer rank",
+        r"(?:Cluster Exception Location\[IP/ID\]:|crimer rank )\[(?P<at>[\d.]{7,15})/"
+        r"(?P<number>\d{1,3})\].{0,160}"
+        r"(?:ExceptionType:\[(?:Heartbeat Lost|Stuck)|status\[(?:LOST|STUCK))",
+        reader="lost",
     ),
     _row(
         "mpirun|horovodrun|mpiexec",
@@ -716,6 +747,14 @@ ROWS = (
         reader="throughput",
     ),
     # What was wrong around the ranks
+    _row(
+        "ock",
+        r"(?i:\b(?:waiting|blocked|waits?) (?:for|on) (?:the |a )?(?:file ?)?lock\b|"
+        r"lock \d+ not acquired on|could not acquire (?:file ?)?lock)"
+        r"[^/]{0,40}(?P<at>/[\w./-]{2,200})",
+        HINT,
+        "a lock, which a process that has gone may have left: {at}",
+    ),
     _row(
         "lowdown",
         r"(?P<what>(?:HW|SW) (?:[Tt]hermal|[Pp]ower)[ _][Ss]lowdown "

@@ -67,6 +67,7 @@ WORDS_OF_A_HEAD = (
     "RANK",
     "PROCID",
     "STAT",
+    "State:\t",
 )
 _RULE = re.compile(r"[\s|│+=:─┌┬┐├┼┤└┴┘╞╪╡-]*")
 _SPLITS = (r"\s*[|│]\s*", r"\s*,\s*", r"\s{2,}|\t", r"\s+")
@@ -102,6 +103,14 @@ _STATES = re.compile(
     r"(?P<asleep>D[sl+<NLn]{0,5}|(?i:disk[ -]sleep))|"
     r"(?P<stopped>[Tt][sl+<NLn]{0,5}|(?i:stopped))|"
     r"(?P<ended>[ZX][sl+<NLn]{0,5}|(?i:zombie|defunct))"
+)
+# ps without its head; and /proc/PID/status, in two lines
+_PROCESS = re.compile(
+    r"\s{0,8}(?:[a-z]\w{0,31}\s+)?(?P<pid>\d{2,9})\s(?:.{0,80}?\s)??"
+    r"(?P<state>[DTtZRS][sl+<NLn]{0,5})\s(?P<command>.*\bpython.*)"
+)
+_STATUS = re.compile(
+    r"\s{0,8}(?:State:\s+(?P<state>[A-Zt])\b|Pid:\s+(?P<pid>\d{1,9})$)"
 )
 _FILE_SYSTEMS = re.compile("nfs|rpc|fuse|lustre|cl_sync|ceph|gpfs|cifs")
 _OF_A_HANG = re.compile(  # in small letters
@@ -160,6 +169,9 @@ class TableLines:
         self._tell = tell
         self._is_there = is_there
         self._table = _Table()
+        self._processes = _Table(["state"])
+        self._state = ""  # of the process whose id follows
+        self._process = ("", 0)  # the last one's id, and its line
         self._hang_at = -_NEAR  # number of the last line that speaks of one
         self._unlike_at = -_NEAR  # likewise, of ranks that differ
         self._cells: dict[int, str] = {}
@@ -199,6 +211,8 @@ class TableLines:
                 return bool(text)
             if self._take_row(line):
                 return True
+        if self._take_process(line):
+            return True
         is_of_a_hang, may_be_row, may_begin = _looks_of(text.translate(ANY_DIGIT))
         if may_be_row and self._take_keyed(line):
             return False
@@ -266,6 +280,23 @@ class TableLines:
             else NOT_TOLD
         )
 
+    def _take_process(self, line: Line) -> bool:
+        """Of each the last look; a process's threads follow it."""
+        told = _STATUS.match(line.text) or _PROCESS.match(line.text)
+        if told is None:
+            return False
+        row = told.groupdict("")
+        self._state, row["state"] = row["state"], row["state"] or self._state
+        rank = self._rank_of(row)
+        if rank == NOT_TOLD or not row["state"] or not row["pid"]:
+            return not row.get("command")
+        before, self._process = self._process, (row["pid"], line.number)
+        known = self._processes.rows.get(rank, row)
+        if known["pid"] == row["pid"] and before != (row["pid"], line.number - 1):
+            self._processes.add(rank, row, line)
+            self._processes.is_of_a_hang |= self.is_of_a_hang(line)
+        return True
+
     def _take_keyed(self, line: Line) -> bool:
         rank = _KEYED_RANK.findall(line.text)
         row = {}
@@ -297,10 +328,18 @@ class TableLines:
             self._table.add(int(rank), {name: cell}, line)
         return True
 
+    def end_file(self) -> None:
+        self.end()
+        table, self._processes = self._processes, _Table(["state"])
+        self._judge(table)
+
     def end(self) -> None:
         """Judge the table that was read."""
         self._end_cells()
         table, self._table = self._table, _Table()
+        self._judge(table)
+
+    def _judge(self, table: _Table) -> None:
         if len(table.rows) < 2 or not _are_ranks(table.rows.keys()):
             return
         told = [*self._by_state(table)]
