@@ -1176,6 +1176,7 @@ EXAMPLES = (
     "n1:1:1 [0] socket.c:1 NCCL WARN Net : x",
     "!!!!!!! SIGSEGV received at time=1",
     "  @ 0x7f00 (unknown) ncclAllReduce()",
+    "shm              64M   62M  2.0M  97% /dev/shm",
 )
 
 

@@ -41,7 +41,8 @@ _OF_TORCH = re.compile(
 # Whatever program says so of the ranks themselves
 _FOR_RANKS = re.compile(
     r"(?i)time(?:d[ -])?out.{0,60}\bwait\w* (?:for|on) (?:the |all |other )?(?:\w{1,20} )?"
-    r"(?:rank|worker|peer|replica|process)"
+    r"(?:rank|worker|peer|replica|process)|"
+    r"caused by an? \w{1,20} (?:on|in|of) (?:one of the|another|other) (?:rank|worker|process)"
 )
 # Downloads use these words, too: then it is the rank's own error.
 _OF_ANY_CONNECTION = re.compile(

@@ -65,13 +65,22 @@ _RAN_OUT = re.compile(
     r"(?i)\bno (?:more|further) (?:training )?(?:batch(?:es)?|data|samples?)\b(?! (?:load|work))|"
     r"\b(?:ran |is |am )?out of (?:training )?(?:batches|data|samples)\b|"
     r"\b(?:data ?loader|iterator|data ?set|shards?) (?:is |was |has been )?exhausted\b|"
+    r"\bearly[ _-]?stopping\b.{0,40}\b(?:met|triggered|reached|exiting|stopped)\b|"
     r"\b(?:leaving|leaves|left|exit(?:s|ing|ed)) the (?:train(?:ing)? )?loop\b|"
     r"\btrain(?:ing)? loop (?:is |was )?(?:left|exited|over)\b|"
     r"\bkeine weiteren (?:batches|daten)|没有更多数据|没有更多批次|"
     r"没有更多batch|数据读完|数据已读完|数据耗尽|数据已耗尽|数据用完"
 )
 _IS_DONE = re.compile(r"(?i)\b(?:done|finish\w*|complet\w*|exit\w*|fertig)\b|完成|结束")
-WORDS_OF_AN_END = ("o more ", "o further ", "ut of ", "xhausted", " loop", "weiteren ")
+WORDS_OF_AN_END = (
+    "o more ",
+    "o further ",
+    "ut of ",
+    "xhausted",
+    " loop",
+    "weiteren ",
+    "topping",
+)
 _MOST_AFTER = 4  # lines of a rank that has run out: where it waits
 # One of these is in each line that begins such prints.
 WORDS = ("ncoder", "reduce", "gather", "arrier")
@@ -170,6 +179,7 @@ class EncoderPrints:
     def __init__(self) -> None:
         self._of: dict[str, _Prints] = {}  # by what is called
         self._seen: dict[int, Line] = {}  # the last line of each rank, but for errors
+        self._labelled: set[int] = set()  # by a launcher's label: of its host, perhaps
         self._ran_out: dict[int, Line] = {}  # that have said little since
         self._after: Counter[int] = Counter()  # lines of these since
         # How often each rank printed lines that are alike but for their numbers
@@ -183,6 +193,9 @@ class EncoderPrints:
         own = _OWN.match(text) or (text[-1:].isdecimal() and _AT_THE_END.match(text))
         if line.has_prefix or own:
             self._see(int(own[1]) if own and not line.has_prefix else rank, line)
+        elif rank >= 0:
+            self._labelled.add(rank)
+            self._see(rank, line)
         elif self._seen:
             self._is_silent |= self._pauses(text)
             self._is_silent &= not self._steps.go_on(text)
@@ -225,6 +238,11 @@ class EncoderPrints:
         elif _may_be_an_end(line.text) and _RAN_OUT.search(line.text):
             self._ran_out[rank] = line
             self._after[rank] = 0
+
+    def leave_out_labels(self) -> None:
+        for rank in self._labelled:
+            self._seen.pop(rank, None)
+            self._ran_out.pop(rank, None)
 
     def _pauses(self, text: str) -> bool:
         """Whether nothing was written for long before that line."""

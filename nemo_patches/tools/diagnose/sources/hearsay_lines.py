@@ -574,7 +574,7 @@ class HearsayLines:
 
     def finish(self, is_finished: bool) -> None:
         """is_finished: training has come to its end, so nobody is missing."""
-        self.tables.end_file()
+        self.tables.finish()
         if is_finished:
             self._told.clear()
             self._goes_on()

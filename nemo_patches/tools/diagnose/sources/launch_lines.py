@@ -20,6 +20,7 @@ from nemo_patches.tools.diagnose.sources.launcher_lines import LauncherLines
 from nemo_patches.tools.diagnose.sources.lines import (
     ANY_DIGIT,
     MOST_KEPT,
+    WRITER,
     Line,
     ranks_in,
     shown,
@@ -35,7 +36,6 @@ _MOST_SHAPES = 1 << 9  # of lines
 _NAMED = re.compile(r"\s*['\"]?[Nn]ame['\"]?: +['\"]?([a-z][\w.-]{0,200})")
 _NAMESPACE = re.compile(r"\s*['\"]?[Nn]amespace['\"]?: ")
 _TOLD_OF_IT = re.compile(r"\s*(?:['\"]?(?:[Rr]eason|[Mm]essage)['\"]?:|Warning\s{2}) ?")
-_WRITER = re.compile(r"\(\w[\w.:-]{0,80} pid=(\d{1,9})(?:, ip=[\d.]{7,15})?\) ")
 _IP = re.compile(r"\bip=([\d.]{7,15})\b")
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
@@ -118,10 +118,10 @@ class Launch:
         known = self.found.rank_of_pid
         if line.has_prefix or not known:
             return line
-        writer = _WRITER.match(line.text)
-        if writer is None or known.get(int(writer[1]), NOT_TOLD) < 0:
+        writer = WRITER.match(line.text)
+        if writer is None or known.get(int(writer["pid"]), NOT_TOLD) < 0:
             return line
-        rank, text = known[int(writer[1])], line.text[writer.end() :]
+        rank, text = known[int(writer["pid"])], line.text[writer.end() :]
         return line._replace(text=text, rank=rank, has_prefix=True)
 
     def _apply_rows(self, line: Line) -> bool:
@@ -190,6 +190,8 @@ class Launch:
         self.found.leave_out_lines_of_ranks()
         self.found.tell_who_closed()
         self.found.tell_ranks_of_named()
+        if self.found.several_hosts:
+            self._prints.leave_out_labels()
         self._gpus.finish()
         evidence.printed |= self._prints.printed
         self._c10d.finish(evidence, self._by_file)

@@ -103,9 +103,9 @@ class LauncherLines:
             return  # its traceback tells it
         told = found.groupdict("")
         words = {name: shown(text) for name, text in told.items()}
-        text = row.text.format(**words, line=shown(line.text))
+        text = row.text.format(**words, line=shown(line.text)).strip()
         rank = int(told.get("rank", line.rank if row.of_rank else NOT_TOLD))
-        if "pid" in told:
+        if told.get("pid"):
             rank = self._rank_of(told["pid"])
         if code := told.get("code") or told.get("signal"):
             signed = _signed(code) if "code" in told else -int(code)

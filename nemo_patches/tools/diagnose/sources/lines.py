@@ -87,9 +87,13 @@ BEFORE_MESSAGE = re.compile(
 RANK_OF_COMMAND, LOCAL_RANK_OF_COMMAND = (
     re.compile(rf"(?<![\w-])(?:{words})[= ]['\"]?(\d{{1,6}})\b")
     for words in (
-        "--(?:global[-_])?rank|RANK|SLURM_PROCID|OMPI_COMM_WORLD_RANK|PMI_RANK",
+        "--(?:global[-_]|ddp[-_.]|dist(?:ributed)?[-_.])?rank|RANK|SLURM_PROCID|OMPI_COMM_WORLD_RANK|PMI_RANK",
         "--local[-_]rank|(?:OMPI_COMM_WORLD_)?LOCAL_RANK|SLURM_LOCALID",
     )
+)
+# What Ray writes before a process's lines, and its rank once
+WRITER = re.compile(
+    r"\((?P<who>\w[\w.:-]{0,80} pid=(?P<pid>\d{1,9})(?:, ip=[\d.]{7,15})?)\)(?: |$)"
 )
 _OF_RANKS = re.compile(
     r"(?<![A-Za-z])(?:global_?|world_?|mpi_?|dist_?)?rank|worker|proc|task|replica|trainer|learner|进程",

@@ -502,10 +502,10 @@ ROWS = (
     ),
     _end(
         "Fatal Python",
-        r"^Fatal Python error: (?P<how>Segmentation fault|Bus error|"
-        r"Illegal instruction|Floating-point exception)",
+        r"^(?P<of>\(\w[\w.:-]{0,80} pid=(?P<pid>\d{1,9})[^)]{0,80}\) )?Fatal Python error: "
+        r"(?P<how>Segmentation fault|Bus error|Illegal instruction|Floating-point exception)",
         KILLED,
-        "{how}",
+        "{how} {of}",
         of_rank=True,
     ),
     _end(
@@ -755,6 +755,12 @@ ROWS = (
         HINT,
         "a lock, which a process that has gone may have left: {at}",
     ),
+    _row(  # of df
+        "% /",
+        r"^\S+(?:\s+[\d.]+[KMGTP]?i?){3}\s+(?P<use>9[5-9]|100)%\s+(?P<at>/\S{0,200})$",
+        HINT,
+        "a file system is full: {at} ({use} %)",
+    ),
     _row(
         "lowdown",
         r"(?P<what>(?:HW|SW) (?:[Tt]hermal|[Pp]ower)[ _][Ss]lowdown "
@@ -794,7 +800,7 @@ ROWS = (
     ),
     _row(
         "SIGSEGV|SIGBUS|SIGILL|SIGFPE",
-        r"^\W{0,20}(?P<what>SIG(?:SEGV|BUS|ILL|FPE)) received",
+        r"^(?:\(\w[^)]{0,160}\) )?\W{0,20}(?P<what>SIG(?:SEGV|BUS|ILL|FPE)) received",
         HINT,
         "{what} received",
     ),
@@ -823,6 +829,7 @@ def _filter() -> tuple[bytes, ...]:
         *("nemo_patches ", "[rank", "[Rank", "rank      :", "world_rank=", "pid "),
         *("Traceback (most", "Error", "EI00", "NCCL", "ollective", "watchdog"),
         *("arrier", "sigkill_handler", "imed out", "ncoder", "ll_reduce", "ll_gather"),
+        "shards:",
         *encoder_prints.WORDS_OF_AN_END,
         *(word for row in ROWS if not row.follows for word in row.words),
         *hearsay_lines.WORDS,

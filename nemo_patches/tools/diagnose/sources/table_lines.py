@@ -24,6 +24,7 @@ from nemo_patches.tools.diagnose.sources.lines import (
     LOCAL_RANK_OF_COMMAND,
     MOST_KEPT,
     RANK_OF_COMMAND,
+    WRITER,
     Line,
     shown,
 )
@@ -37,6 +38,8 @@ _LEAST_AGE_S, _LEAST_AGE = 30.0, 5  # of a heartbeat that is old, and by the oth
 _LEAST_RANKS = 3  # of which one is apart by a number
 _NEAR = 8  # lines: what a table is of stands before it
 
+# "Loading checkpoint shards:  56%|####  | 9/16 [03:24<03:16", and who draws it
+_BAR = re.compile(r"(\w[^%]{0,80}?)\s{0,8}\d{1,3}%.{0,80}?[|\s](\d{1,9})/(\d{1,9})\b")
 # What a column has, by its name in small letters with "_" between its words. A part of a step
 # counts beside its phases.
 _ROLES = re.compile(
@@ -104,10 +107,11 @@ _STATES = re.compile(
     r"(?P<stopped>[Tt][sl+<NLn]{0,5}|(?i:stopped))|"
     r"(?P<ended>[ZX][sl+<NLn]{0,5}|(?i:zombie|defunct))"
 )
-# ps without its head; and /proc/PID/status, in two lines
+# ps without its head, or with -f, which has no state; and /proc/PID/status, in two lines
 _PROCESS = re.compile(
     r"\s{0,8}(?:[a-z]\w{0,31}\s+)?(?P<pid>\d{2,9})\s(?:.{0,80}?\s)??"
-    r"(?P<state>[DTtZRS][sl+<NLn]{0,5})\s(?P<command>.*\bpython.*)"
+    r"(?:(?P<state>[DTtZRS][sl+<NLn]{0,5})|(?:\?|pts/\d{1,5}|tty\w{1,5})\s+[\d:-]{8,12})"
+    r"\s(?P<command>.*(?:\bpython|\[pt_).*)"
 )
 _STATUS = re.compile(
     r"\s{0,8}(?:State:\s+(?P<state>[A-Zt])\b|Pid:\s+(?P<pid>\d{1,9})$)"
@@ -172,10 +176,14 @@ class TableLines:
         self._processes = _Table(["state"])
         self._state = ""  # of the process whose id follows
         self._process = ("", 0)  # the last one's id, and its line
+        self._defunct: list[Line] = []  # processes whose ranks are not told
         self._hang_at = -_NEAR  # number of the last line that speaks of one
         self._unlike_at = -_NEAR  # likewise, of ranks that differ
         self._cells: dict[int, str] = {}
         self._head: Line | None = None  # before them
+        # By title, total and writer, what was done by the last line
+        self._bars: dict[tuple[str, str, str], tuple[int, Line]] = {}
+        self._writer = ""  # of the line before
         self._slow: Finding | None = None
 
     def take_throughput(self, found: re.Match[str], line: Line) -> None:
@@ -204,6 +212,7 @@ class TableLines:
             return False
         self._end_cells()
         self._head = line
+        self._take_bar(line)
         if _OF_UNLIKE.search(text):
             self._unlike_at = line.number
         if self._table.split:
@@ -222,6 +231,28 @@ class TableLines:
         if may_begin and not self._take_list(line):
             self._begin(line)
         return False
+
+    def _take_bar(self, line: Line) -> None:
+        """A progress bar's, of which the writer may stand in the line before."""
+        before, text = self._writer, line.text
+        self._writer = f"rank {line.rank}" if line.rank >= 0 else ""
+        if label := WRITER.match(text):
+            self._writer, text = label["who"], text[label.end() :]
+        writer = self._writer or before
+        bar = _BAR.search(text) if writer and "%" in text else None
+        if bar and len(self._bars) < MOST_KEPT:
+            self._bars[bar[1], bar[3], writer] = int(bar[2]), line
+
+    def _end_bars(self) -> None:
+        """The one that is not at its end, of several, is told beside the verdict."""
+        alike = parties((bar[:2], bar) for bar in self._bars)
+        for (title, total), bars in alike.items():
+            behind = [bar for bar in bars if self._bars[bar][0] < int(total)]
+            if len(bars) >= _LEAST_RANKS and len(behind) == 1:
+                done, line = self._bars[behind[0]]
+                text = f"{behind[0][2]} is at {done} of {total} ({shown(title)})"
+                told = Condition(HINT, f"{text}, all others at the end")
+                self._found.add(NOT_TOLD, told, line, own=False)
 
     def _end_cells(self) -> None:
         """One value apart from all others, which are equal, is told beside the verdict."""
@@ -271,14 +302,14 @@ class TableLines:
         command, pid = by_role.get("command", ""), by_role.get("pid", "")[:9]
         for pattern in (RANK_OF_COMMAND, LOCAL_RANK_OF_COMMAND):
             if found := pattern.search(command):
+                rank = int(found[1])
+                if pid.isdecimal() and len(self._found.listed) < MOST_KEPT:
+                    self._found.listed[int(pid)] = rank
                 if pid.isdecimal() and pattern is RANK_OF_COMMAND:
-                    self._found.note_pid(int(pid), int(found[1]))
-                return int(found[1])
-        return (
-            self._found.rank_of_pid.get(int(pid), NOT_TOLD)
-            if pid.isdecimal()
-            else NOT_TOLD
-        )
+                    self._found.note_pid(int(pid), rank)
+                return rank
+        known = self._found.listed | self._found.rank_of_pid
+        return known.get(int(pid), NOT_TOLD) if pid.isdecimal() else NOT_TOLD
 
     def _take_process(self, line: Line) -> bool:
         """Of each the last look; a process's threads follow it."""
@@ -287,9 +318,11 @@ class TableLines:
             return False
         row = told.groupdict("")
         self._state, row["state"] = row["state"], row["state"] or self._state
-        rank = self._rank_of(row)
+        rank, command = self._rank_of(row), row.get("command", "")
+        if rank == NOT_TOLD and "<defunct>" in command:
+            self._defunct = [*self._defunct[:1], line]
         if rank == NOT_TOLD or not row["state"] or not row["pid"]:
-            return not row.get("command")
+            return not command
         before, self._process = self._process, (row["pid"], line.number)
         known = self._processes.rows.get(rank, row)
         if known["pid"] == row["pid"] and before != (row["pid"], line.number - 1):
@@ -327,6 +360,18 @@ class TableLines:
         for rank, cell in cells if name else ():
             self._table.add(int(rank), {name: cell}, line)
         return True
+
+    def finish(self) -> None:
+        self.end_file()
+        self._end_bars()
+        rank = self._found.unlisted
+        if len(self._defunct) != 1 or rank == NOT_TOLD:
+            return
+        [line] = self._defunct
+        # A rank's child is its worker.
+        if set(line.text.split()).isdisjoint(map(str, self._found.listed)):
+            text = f"{line.text.strip()} (of the other processes none is rank {rank})"
+            self._tell([rank], TOLD_DEAD, line._replace(text=text), "")
 
     def end_file(self) -> None:
         self.end()
