@@ -56,7 +56,7 @@ _OWN_FAULT = re.compile(
     r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in"
     r" use|ncclUnhandledCudaError|"
     r"unhandled cuda error|no socket interface found|Error while (?:creating|attaching"
-    r" to) shared memory|"
+    r" to) shared memory|failed to extend /dev/shm|[Nn]o space left on device|"
     r"enforce fail at (?!.{0,300}op\.preamble)"  # Gloo's, of its own interface or arguments
 )
 # "[/pytorch/gl": a message of torch that the end of a log cuts off.

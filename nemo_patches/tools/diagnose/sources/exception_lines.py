@@ -291,7 +291,6 @@ class ExceptionLines:
             self._go_on(writing, line, text)
         elif (
             key >= 0
-            and line.has_prefix
             and (error := _ERROR.match(_FATAL_LEVEL.sub("", text, count=1)))
             and _ERROR_NAME.search(error[1])
         ):

@@ -70,7 +70,8 @@ _NO_COUNT = r"(?!\s{0,2}[:=]\s{0,2}\d|\s\d{1,9}(?! ?(?:s|sec\w*|m|min\w*|h)\b))"
 _BY_OTHERS = r"(?:signal )?(?:15|2|SIGTERM|SIGINT)\b"
 _DIED = (
     rf"(?!(?:died|killed|dead|aborted|failed) (?:with|by|on|from|due to) {_BY_OTHERS})(?:"
-    r"crashed|died|dead|segfault(?:ed)?|core dumped|aborted|failed|panicked|preempted|evicted|"
+    r"crashed|died|dead|segfault(?:ed)?|[Ss]egmentation fault|core dumped|"
+    r"aborted|failed|panicked|preempted|evicted|"
     r"(?<!is )killed(?=\s*$|[\s(]*(?:by|with|due|signal|SIG|[Oo][Oo][Mm]))|OOM[ -]?[Kk]illed|"
     r"(?:exited|terminated|ended|finished) (?:unexpectedly|abnormally|prematurely|early)|"
     r"(?:(?:exited|terminated|died|killed|ended) (?:with|by|on|from) |received |got )"
@@ -239,8 +240,11 @@ _OF_HEADER = re.compile(
 
 # An event of a cluster's pod or node
 _OF_CLUSTER = re.compile(
-    r"\b(?:Evict(?:ed|ing|ion(?:By\w+)?)|Preempt(?:ed|ing|ionBy\w+)|OOMKilled|TaintManagerEviction|NotReady|"
-    r"Node(?:NotReady|Lost|Failure|Shutdown)|[Nn]ode \S{1,80} (?:is |was )?(?:down|drained|failed)|"
+    r"\b(?:\d/\d +(?:Pending|Unknown|\w+BackOff|Err\w*Pull|ContainerCreating|"
+    r"Init:\S+)(?= +\d)|"
+    r"Evict(?:ed|ing|ion(?:By\w+)?)|Preempt(?:ed|ing|ionBy\w+)|OOMKilled|TaintManagerEviction|NotReady|"
+    r"Node(?:NotReady|Lost|Failure|Shutdown)|[Nn]ode \S{1,80} "
+    r"(?:is |was |became |has |went )?(?:down|drained|failed|unresponsive|unreachable)|"
     r"\w*Spot\w*(?:Termination|Interruption)|"
     r"instances?\W(?:was |is |were )?(?:preempted|reclaimed))\b"
 )
@@ -379,6 +383,9 @@ WORDS = (
         "OOMKilled",
         "drained",
         "is down",
+        "Pending ",
+        "BackOff ",
+        "Creating ",
     ),
     *("iving up", "gave up", "Error", "rror on", "xception on", "stale", "state T"),
 )
@@ -583,9 +590,7 @@ class HearsayLines:
             if told.needs == A_NAME:
                 self._found.explain_node(told.line)
             named = self._found.ranks_named(told.line.text)
-            if not {"": True, A_HANG: has_ended, A_NAME: named or has_ended}[
-                told.needs
-            ]:
+            if told.needs == A_HANG and not has_ended:
                 continue
             text = told.line.text.strip()[:200]
             condition = Condition(told.kind, text)

@@ -116,13 +116,11 @@ class Launch:
     def _with_rank_of_pid(self, line: Line) -> Line:
         """Ray and others write the process before its lines, and its rank once."""
         known = self.found.rank_of_pid
-        if line.has_prefix or not known:
+        writer = WRITER.match(line.text) if known else None
+        rank = known.get(int(writer["pid"]), NOT_TOLD) if writer else NOT_TOLD
+        if writer is None or rank < 0 or line.has_prefix:
             return line
-        writer = WRITER.match(line.text)
-        if writer is None or known.get(int(writer["pid"]), NOT_TOLD) < 0:
-            return line
-        rank, text = known[int(writer["pid"])], line.text[writer.end() :]
-        return line._replace(text=text, rank=rank, has_prefix=True)
+        return line._replace(text=line.text[writer.end() :], rank=rank, has_prefix=True)
 
     def _apply_rows(self, line: Line) -> bool:
         """Whether a row of an end knows the line."""

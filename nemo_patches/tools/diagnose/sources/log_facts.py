@@ -200,11 +200,8 @@ class LaunchFacts:
         ranks = set(self.listed.values())
         first = min(ranks, default=0)
         first = first if first > 1 else 0
-        if len(ranks) < 2 or max(ranks) - first != len(ranks):
-            return NOT_TOLD
-        return next(
-            rank for rank in range(first, first + len(ranks)) if rank not in ranks
-        )
+        gaps = set(range(first, max(ranks, default=0))) - ranks
+        return gaps.pop() if len(gaps) == 1 < len(ranks) else NOT_TOLD
 
     def tell_ranks_of_faults(self) -> None:
         """A GPU's fault ends its process by SIGABRT: the kernel names that, or one ended so."""

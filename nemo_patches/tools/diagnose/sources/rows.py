@@ -347,6 +347,12 @@ ROWS = (
         RAISED,
         "{how} by GPU, {what}",
     ),
+    _row(  # likewise
+        "HSA_STATUS",
+        r"aborting with error ?: ?(?P<what>HSA_STATUS_\w{1,80})",
+        RAISED,
+        "{what}, of ROCm",
+    ),
     _row(
         "op.preamble.",
         r"(?P<what>\bop\.preamble\.\w{1,20} .{1,200})",
@@ -754,6 +760,13 @@ ROWS = (
         r"[^/]{0,40}(?P<at>/[\w./-]{2,200})",
         HINT,
         "a lock, which a process that has gone may have left: {at}",
+    ),
+    _row(  # 97: of IPv6, which is tried first
+        "has failed to connect",
+        r"socket has failed to connect to (?P<at>\S{1,200}) "
+        r"\(errno: (?!97)\d{1,3} - (?P<why>[^)]{1,80})",
+        HINT,
+        "a rank could not connect to {at}: {why}",
     ),
     _row(  # of df
         "% /",

@@ -38,8 +38,15 @@ _LEAST_AGE_S, _LEAST_AGE = 30.0, 5  # of a heartbeat that is old, and by the oth
 _LEAST_RANKS = 3  # of which one is apart by a number
 _NEAR = 8  # lines: what a table is of stands before it
 
-# "Loading checkpoint shards:  56%|####  | 9/16 [03:24<03:16", and who draws it
-_BAR = re.compile(r"(\w[^%]{0,80}?)\s{0,8}\d{1,3}%.{0,80}?[|\s](\d{1,9})/(\d{1,9})\b")
+# "Loading checkpoint shards:  56%|####  | 9/16 [03:24<03:16"; and the use of a GPU, which
+# nvidia-smi tells in the line beneath its number
+_BAR = re.compile(
+    r"(?P<title>\w[^%]{0,80}?)\s{0,8}\d{1,3}%.{0,80}?[|\s](?P<done>\d{1,9})/(?P<total>\d{1,9})\b|"
+    r"[|,] +(?P<use>\d{1,3}) ?% +(?:Default|Exclu|E\. Pro|\|)"
+)
+_GPU = re.compile(
+    r"[|\[] {0,4}(\d{1,2})\]? +(?:NVIDIA|GeForce|Tesla|Quadro|[AHBL]\d{2})"
+)
 # What a column has, by its name in small letters with "_" between its words. A part of a step
 # counts beside its phases.
 _ROLES = re.compile(
@@ -51,7 +58,7 @@ _ROLES = re.compile(
     r"(?P<wait>(?=.*(?:ms|sec|time|us|s)$).*(?:wait|comm|sync|nccl|reduce|idle).*)|"
     r"(?P<time>(?:.*_)?(?:ms|sec|us|latency)(?:_.*)?|(?:step|iter|batch|data|load)_(?:time|s))|"
     r"(?P<phase>fwd|forward|bwd|backward|compute)|(?P<part>data|total|load|loading)|"
-    r"(?P<step>(?:(?:last|global|train|current)_)?(?:step|iter|iteration|seqnum|update)|"
+    r"(?P<step>(?:(?:last|global|train|current)_)?(?:step|batch|iter|iteration|seqnum|update)|"
     r"last_(?:batch|seq)|batch_idx|(?:step|iter|batch)_(?:no|num|done))"
 )
 _OF_RANK = {"rank", "number", "command", "pid"}
@@ -238,10 +245,13 @@ class TableLines:
         self._writer = f"rank {line.rank}" if line.rank >= 0 else ""
         if label := WRITER.match(text):
             self._writer, text = label["who"], text[label.end() :]
+        elif gpu := _GPU.match(text):
+            self._writer = f"GPU {gpu[1]}"
         writer = self._writer or before
         bar = _BAR.search(text) if writer and "%" in text else None
         if bar and len(self._bars) < MOST_KEPT:
-            self._bars[bar[1], bar[3], writer] = int(bar[2]), line
+            of = bar["title"] or "in use", bar["total"] or "100", writer
+            self._bars[of] = int(bar["done"] or bar["use"]), line
 
     def _end_bars(self) -> None:
         """The one that is not at its end, of several, is told beside the verdict."""
@@ -250,9 +260,8 @@ class TableLines:
             behind = [bar for bar in bars if self._bars[bar][0] < int(total)]
             if len(bars) >= _LEAST_RANKS and len(behind) == 1:
                 done, line = self._bars[behind[0]]
-                text = f"{behind[0][2]} is at {done} of {total} ({shown(title)})"
-                told = Condition(HINT, f"{text}, all others at the end")
-                self._found.add(NOT_TOLD, told, line, own=False)
+                text = f"{behind[0][2]} is at {done} ({shown(title)}), all others at {total}"
+                self._found.add(NOT_TOLD, Condition(HINT, text), line, own=False)
 
     def _end_cells(self) -> None:
         """One value apart from all others, which are equal, is told beside the verdict."""
