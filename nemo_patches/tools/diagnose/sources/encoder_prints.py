@@ -296,9 +296,14 @@ class EncoderPrints:
         others = self._seen.keys() - ended.keys()
         if not ended or len(others) < len(ended):
             return None
-        last = max(line.number for line in ended.values())
+        last = max(ended.values(), key=lambda line: line.number)
         later = [self._seen[rank] for rank in others]
-        if any(line.number < last or _IS_DONE.search(line.text) for line in later):
+        if any(
+            line.file != last.file
+            or line.number < last.number
+            or _IS_DONE.search(line.text)
+            for line in later
+        ):
             return None
         text = (
             f"{_who(ended, ended)} had no more batches, and {_who(others, self._seen)} went"

@@ -186,7 +186,7 @@ _ERROR = re.compile(
 _OF_ERRORS = ("rror", "ERROR", "xcep", "CUDA", "ailure", "rash", "OOM", "oom", "emory")
 # In a line of a log that names one rank alone, such words may stand anywhere.
 _ONE_RANK = re.compile(
-    r"(?<![A-Za-z/_-])(?<!ocal )(?<!ode )(?:[Gg]lobal )?(?P<who>[Rr]ank|RANK)"
+    r"(?<![A-Za-z/_-])(?<!ocal )(?<!ode )(?:[Gg]lobal |mpi_)?(?P<who>[Rr]ank|RANK)"
     r"(?: ?[#:=_-] ?| )?(?P<ranks>\d{1,6})\b(?![\d.:]*\d)"
 )
 _ANYWHERE = (
@@ -241,7 +241,7 @@ _OF_HEADER = re.compile(
 # An event of a cluster's pod or node
 _OF_CLUSTER = re.compile(
     r"\b(?:\d/\d +(?:Pending|Unknown|\w+BackOff|Err\w*Pull|ContainerCreating|"
-    r"Init:\S+)(?= +\d)|"
+    r"Init:\S+)(?= +\d)|(?:down|drain\w{0,3}|alloc\w*)(?=\*)|"
     r"Evict(?:ed|ing|ion(?:By\w+)?)|Preempt(?:ed|ing|ionBy\w+)|OOMKilled|TaintManagerEviction|NotReady|"
     r"Node(?:NotReady|Lost|Failure|Shutdown)|[Nn]ode \S{1,80} "
     r"(?:is |was |became |has |went )?(?:down|drained|failed|unresponsive|unreachable)|"
@@ -384,6 +384,7 @@ WORDS = (
         "drained",
         "is down",
         "Pending ",
+        "down*",
         "BackOff ",
         "Creating ",
     ),

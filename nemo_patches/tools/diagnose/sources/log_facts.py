@@ -184,8 +184,8 @@ class LaunchFacts:
             rank = self.rank_of_pid.get(int(pid[1]), NOT_TOLD) if pid else NOT_TOLD
             value = fact.condition
             if pid and rank == NOT_TOLD and _IS_PYTHON.search(value.text):
-                rank = NOT_TOLD if int(pid[1]) in self.listed else self.unlisted
-                text = f"{value.text}; of the listed processes none is rank {rank}"
+                rank = self.listed.get(int(pid[1]), self.unlisted)
+                text = f"{value.text}; by the list of processes it is rank {rank}"
                 value = replace(value, text=text)
             if fact.rank == NOT_TOLD != rank:
                 del self.facts[key]
@@ -199,8 +199,7 @@ class LaunchFacts:
         """The one rank that no process of a list is. The first may be another host's."""
         ranks = set(self.listed.values())
         first = min(ranks, default=0)
-        first = first if first > 1 else 0
-        gaps = set(range(first, max(ranks, default=0))) - ranks
+        gaps = set(range(first if first > 1 else 0, max(ranks, default=0))) - ranks
         return gaps.pop() if len(gaps) == 1 < len(ranks) else NOT_TOLD
 
     def tell_ranks_of_faults(self) -> None:

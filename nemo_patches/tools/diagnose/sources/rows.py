@@ -481,12 +481,13 @@ ROWS = (
     ),
     _end(
         "oom_kill|oom-kill|Out Of Memory|ut of memory|memory limit|memory pressure|low on memory|"
-        "TERM_MEMLIMIT|e: memory|OOMKilled|memory usage",
+        "TERM_MEMLIMIT|e: memory|OOMKilled|memory used|OUT_OF_ME|running low",
         r"oom[_-]kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
         r"(?:Out of|cgroup out of) memory: Killed process|exceeded (?:job )?memory limit|"
         r"killed due to memory pressure|"
-        r"worker was killed due to the node running low on memory|"
-        r"\bpid=\d{1,9}, memory used=.{0,200}\bexceeds the memory usage threshold\b|"
+        r"(?:worker|[Tt]ask) was killed due to the node running low on memory|"
+        r"\bpid=\d{1,9}, memory used=.{0,80}\bwas running was\b|"
+        r"^\d{2,12}(?:[._+]\w{1,12})*[ |].{0,80}\bOUT_OF_ME|"
         r"^TERM_MEMLIMIT|low on resource: memory|OOMKilled",
         KILLED,
         conditions.FOR_MEMORY + ": {line}",
@@ -548,8 +549,9 @@ ROWS = (
         "it called MPI_Abort, says mpirun",
     ),
     _end(
-        "xit Code|exitCode|exit code|exited with code",
+        "xit Code|exitCode|exit code|exited with code|Exited (",
         r"(?:Exit Code: {2,8}|exitCode\"?: |-\d{1,4} exited with code |"
+        r"\bExited \((?=1[34]\d\))|"
         r"Process (?:finished|completed) with exit code (?=1[34]\d))(?P<code>\d{1,3})\b",
         text="what has started its container",
     ),
@@ -762,11 +764,11 @@ ROWS = (
         "a lock, which a process that has gone may have left: {at}",
     ),
     _row(  # 97: of IPv6, which is tried first
-        "has failed to connect",
-        r"socket has failed to connect to (?P<at>\S{1,200}) "
+        "has failed to connect|has failed to bind",
+        r"socket has failed to (?:connect|bind) to (?P<at>\S{1,200}) "
         r"\(errno: (?!97)\d{1,3} - (?P<why>[^)]{1,80})",
         HINT,
-        "a rank could not connect to {at}: {why}",
+        "a rank could not connect or bind to {at}: {why}",
     ),
     _row(  # of df
         "% /",

@@ -255,8 +255,9 @@ class TableLines:
 
     def _end_bars(self) -> None:
         """The one that is not at its end, of several, is told beside the verdict."""
-        alike = parties((bar[:2], bar) for bar in self._bars)
-        for (title, total), bars in alike.items():
+        for (title, total), bars in parties(
+            (bar[:2], bar) for bar in self._bars
+        ).items():
             behind = [bar for bar in bars if self._bars[bar][0] < int(total)]
             if len(bars) >= _LEAST_RANKS and len(behind) == 1:
                 done, line = self._bars[behind[0]]
