@@ -112,6 +112,12 @@ _PROCESS = re.compile(
 _STATUS = re.compile(
     r"\s{0,8}(?:State:\s+(?P<state>[A-Zt])\b|Pid:\s+(?P<pid>\d{1,9})$)"
 )
+# nvidia-smi's, in two lines: a GPU's number; its memory in use, and how busy it is
+_GPU = re.compile(
+    r"\|\s{1,4}(?P<gpu>\d{1,3})\s.{1,60}\b[0-9A-F]{8}:[0-9A-F]{2}:[0-9A-F]{2}\.\d\b.*\||"
+    r"\|.{1,60}\|\s+(?P<memory>\d{1,9})MiB\s/.{1,20}\|\s+(?P<busy>\d{1,3})%\s.*\|"
+)
+_MOST_IDLE, _LEAST_BUSY = 5, 90  # percent
 _FILE_SYSTEMS = re.compile("nfs|rpc|fuse|lustre|cl_sync|ceph|gpfs|cifs")
 _OF_A_HANG = re.compile(  # in small letters
     r"\bhang|\bhung|stall|stuck|deadlock|no step|without a step|timed? ?out|no progress"
@@ -173,10 +179,13 @@ class TableLines:
         self._state = ""  # of the process whose id follows
         self._process = ("", 0)  # the last one's id, and its line
         self._hang_at = -_NEAR  # number of the last line that speaks of one
+        self._gpus: dict[int, tuple[int, int, Line]] = {}  # percent, MiB
+        self._gpu: tuple[int, Line] | None = None  # the last one's number
         self._unlike_at = -_NEAR  # likewise, of ranks that differ
         self._cells: dict[int, str] = {}
         self._head: Line | None = None  # before them
         self._slow: Finding | None = None
+        self._idle: Finding | None = None
 
     def take_throughput(self, found: re.Match[str], line: Line) -> None:
         """Megatron's: the least throughput and its rank, the most and its rank."""
@@ -193,7 +202,7 @@ class TableLines:
         self._slow = finding(ids.STRAGGLER, text, [rank])
 
     def finding(self) -> Finding | None:
-        return self._slow
+        return self._slow or self._idle
 
     def take(self, line: Line) -> bool:
         """Whether it is a row beneath a head."""
@@ -211,7 +220,7 @@ class TableLines:
                 return bool(text)
             if self._take_row(line):
                 return True
-        if self._take_process(line):
+        if self._take_process(line) or self._take_gpu(line):
             return True
         is_of_a_hang, may_be_row, may_begin = _looks_of(text.translate(ANY_DIGIT))
         if may_be_row and self._take_keyed(line):
@@ -297,6 +306,37 @@ class TableLines:
             self._processes.is_of_a_hang |= self.is_of_a_hang(line)
         return True
 
+    def _take_gpu(self, line: Line) -> bool:
+        """Of each the last look."""
+        told = _GPU.match(line.text)
+        if told is None:
+            return False
+        if told["gpu"]:
+            self._gpu = int(told["gpu"]), line
+        elif self._gpu is not None:
+            gpu, first = self._gpu
+            self._gpus[gpu] = int(told["busy"]), int(told["memory"]), first
+        return True
+
+    def _end_gpus(self) -> None:
+        """Whoever waits in NCCL keeps its GPU busy: one that is idle, with memory as the others, is
+        told as a guess.
+        """
+        gpus, self._gpus = self._gpus, {}
+        idle = [gpu for gpu, one in gpus.items() if one[0] <= _MOST_IDLE]
+        others = [one for gpu, one in gpus.items() if gpu not in idle]
+        if len(gpus) < _LEAST_RANKS or len(idle) != 1:
+            return
+        _, memory, line = gpus[idle[0]]
+        least_busy = min(busy for busy, _, _ in others)
+        least = min(others_memory for _, others_memory, _ in others)
+        if least_busy >= _LEAST_BUSY and memory >= _LEAST_SHARE * least:
+            text = (
+                f"GPU {idle[0]} is idle, and all others are busy: its process may not be where"
+                f" theirs wait (a guess) [{line.cite}]."
+            )
+            self._idle = finding(ids.NOT_SEEN, text, [])
+
     def _take_keyed(self, line: Line) -> bool:
         rank = _KEYED_RANK.findall(line.text)
         row = {}
@@ -330,6 +370,7 @@ class TableLines:
 
     def end_file(self) -> None:
         self.end()
+        self._end_gpus()
         table, self._processes = self._processes, _Table(["state"])
         self._judge(table)
 
