@@ -767,7 +767,7 @@ def with_all_evidence(first: Finding, hearing: Hearing) -> Finding:
         if fact.condition_kind == conditions.HINT
     ]
     text = first.text
-    if hints and first.id in _BESIDE_HINTS:
+    if hints and (first.id in _BESIDE_HINTS or conditions.UNTOLD in text):
         text += f" Beside that: {'; '.join(hints[:_MOST_HINTS])}."
     return replace(first, text=text, evidence=shown_lines(lines))
 

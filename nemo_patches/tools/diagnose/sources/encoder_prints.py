@@ -65,22 +65,13 @@ _RAN_OUT = re.compile(
     r"(?i)\bno (?:more|further) (?:training )?(?:batch(?:es)?|data|samples?)\b(?! (?:load|work))|"
     r"\b(?:ran |is |am )?out of (?:training )?(?:batches|data|samples)\b|"
     r"\b(?:data ?loader|iterator|data ?set|shards?) (?:is |was |has been )?exhausted\b|"
-    r"\bearly[ _-]?stopping\b.{0,40}\b(?:met|triggered|reached|exiting|stopped)\b|"
     r"\b(?:leaving|leaves|left|exit(?:s|ing|ed)) the (?:train(?:ing)? )?loop\b|"
     r"\btrain(?:ing)? loop (?:is |was )?(?:left|exited|over)\b|"
     r"\bkeine weiteren (?:batches|daten)|没有更多数据|没有更多批次|"
     r"没有更多batch|数据读完|数据已读完|数据耗尽|数据已耗尽|数据用完"
 )
 _IS_DONE = re.compile(r"(?i)\b(?:done|finish\w*|complet\w*|exit\w*|fertig)\b|完成|结束")
-WORDS_OF_AN_END = (
-    "o more ",
-    "o further ",
-    "ut of ",
-    "xhausted",
-    " loop",
-    "weiteren ",
-    "topping",
-)
+WORDS_OF_AN_END = ("o more ", "o further ", "ut of ", "xhausted", " loop", "weiteren ")
 _MOST_AFTER = 4  # lines of a rank that has run out: where it waits
 # One of these is in each line that begins such prints.
 WORDS = ("ncoder", "reduce", "gather", "arrier")

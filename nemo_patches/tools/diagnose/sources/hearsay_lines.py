@@ -98,12 +98,12 @@ _ABSENT = (
 )
 _STATE = (
     "[Mm]issing|[Aa]bsent|[Ss]talled|[Uu]nresponsive|[Dd]ead|[Ss]tuck|[Hh]ung|"
-    "[Ll]agging|[Ll]ost"
+    "[Ll]agging|[Ll]ost|[Pp]roblematic|[Ff]aulty|[Oo]ffending"
 )
 _LIST = (
-    r"[\[({]{0,2}(?P<ranks>(?P<r>r(?:ank)?[ _-]?)?"
-    rf"{RANK_LIST})\b"
-    r"(?P<closed>[\])}])?"
+    r"[\[({]{0,2}\s?(?P<ranks>(?P<r>r(?:ank)?[ _-]?)?"
+    rf"{RANK_LIST}(?:,? \d{{1,6}}(?=[ ,\d]{{0,2000}}[\])}}])){{0,400}})\b"
+    r"(?P<closed>\s?[\])}])?"
 )
 _WHO_IN_CHINESE = f"(?P<who>)(?:{_NAMES}|进程|节点" + ")"
 _SAME_CLAUSE = r"[^\uff0c\u3002\uff1b,;]"
@@ -303,7 +303,7 @@ _MOOD_LOWER = re.compile(
     r"(?:in|of|during) (?:run|attempt) \d|sometimes|often|usually|"
     r"polic\w+|default)\b|"
     "如果|是否|可能|将会|之前|"
-    r"\b(?:not|never|no)_|['\"](?:the )?$|\b(?:at|to|by) (?:the )?$|"
+    r"\b(?:not|never|no)_|['\"](?:the )?$|\b(?:at|(?<!due )to|by) (?:the )?$|"
     r"\b(?!process|worker|actor|container|loader|agent|trainer|heartbeat)\w+ of (?:the )?$"
 )
 # Likewise after it, or between.
@@ -364,6 +364,7 @@ _OF_A_HANG_LOWER = re.compile(
 # Words of which one is in each such line, in place of a row's.
 WORDS = (
     *("issing", "talled", "tuck", "hung", "is hanging", "respond", "nresponsive"),
+    *("roblematic", "aulty", "ffending"),
     *("heartbeat", "lost ", "Lost ", "agging", "crash", "died", "dead", "Dead"),
     *("killed", "exit", "turn code", "returncode", " rc=", " rc:", "segfault"),
     *("core dumped", "aborted", "unreachable", "did not ", "never ", "has not "),
@@ -381,6 +382,8 @@ WORDS = (
         "NodeLost",
         "NodeShut",
         "OOMKilled",
+        "CrashLoop",
+        "Back-off",
         "drained",
         "is down",
         "Pending ",
@@ -454,6 +457,7 @@ class HearsayLines:
         self._reports = 0  # of others, so far, of who had not come
         self._told: dict[tuple[int, str], _Told] = {}  # by rank and text
         self._before = ""  # the text of the line before
+        self._in_what = False  # the line before is of a C++ exception's words
         self._file = ""  # the present one: others' lines may be earlier or later
         self._steps = Steps()  # since the last that was told
         self._header: Line | None = None  # that the lines before followed
@@ -470,6 +474,10 @@ class HearsayLines:
         is_row = self.tables.take(line)
         if line.text.isupper():
             line = line._replace(text=line.text.lower())
+        is_more = line.text[:1] in ("\t", " ")
+        self._in_what = "what():" in self._before or (self._in_what and is_more)
+        if self._in_what and is_more:  # of an exception of C++, not of a list
+            line = line._replace(text=line.text.strip())
         text, before = line.text, self._before
         self._before = text
         self._take_back(text)

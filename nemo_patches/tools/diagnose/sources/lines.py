@@ -434,9 +434,11 @@ def group_of(text: str) -> str:
 
 
 def ranks_in(text: str) -> list[int]:
-    """ "0, 2-4": [0, 2, 3, 4]; at most MOST_KEPT."""
+    """ "0, 2-4": [0, 2, 3, 4], as "0 2 3 4"; at most MOST_KEPT."""
     ranks: list[int] = []
-    for first, last in re.findall(r"(\d{1,7})(?:-(\d{1,7}))?", text.replace(" ", "")):
+    if "," in text:  # a line's end may be within a number
+        text = text.replace(" ", "")
+    for first, last in re.findall(r"(\d{1,7})(?: ?- ?(\d{1,7}))?", text):
         begin = int(first)
         ranks += range(begin, min(int(last or first), begin + MOST_KEPT) + 1)
     return ranks[:MOST_KEPT]

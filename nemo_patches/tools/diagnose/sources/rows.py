@@ -422,8 +422,9 @@ ROWS = (
         "eturning from train|raining finished|raining complete|raining done|inished training|"
         "Trainer.fit` stopped|Done waiting for|inal validation m|inal eval|inal test|inal check|"
         "inal model|succeeded",
-        r"[Rr]eturning from train|[Tt]raining (?:has |is"
-        r" )?(?:finished|completed?|done)|[Ff]inished training|"
+        r"[Rr]eturning from train|(?:[Tt]raining (?:has |is"
+        r" )?(?:finished|completed?|done)|[Ff]inished training)"
+        r"(?! (?:for |of )?(?:it|iter\w*|step|batch|epoch|update|round|stage|fold)\b)|"
         r"`Trainer\.fit` stopped: `max_|Done waiting for other agents|"
         r"\b[Ff]inal (?:validation|test|eval\w*) (?:metrics|results)\b|[Ss]aved (?:the )?final "
         r"(?:checkpoint|model)|[Ff]inal (?:checkpoint|model) (?:was |is )?(?:saved|written)|"
@@ -672,6 +673,12 @@ ROWS = (
         MISSING,
         "to a connection, by HCCL",
     ),
+    _row(
+        "connect agent[",
+        r"Failed to connect agent\[(?P<ranks>[\d, ]{1,20000})\]",
+        MISSING,
+        "to the set-up of a group, by HCCL",
+    ),
     *(  # a row of HCCL's table: the remote rank, and the own one, which waited for it
         _row(
             " time out ",
@@ -800,6 +807,12 @@ ROWS = (
         r"EDAC .{0,80}UE .{0,80}|Machine check events logged)",
         HINT,
         "the kernel: {what}",
+    ),
+    _row(
+        "CUDA_ERROR_",
+        r"(?P<what>\bCUDA_ERROR_[A-Z_]{1,60})",
+        HINT,
+        "the GPU's driver: {what}",
     ),
     _row(
         "Culprit rank",
