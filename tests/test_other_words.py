@@ -116,3 +116,13 @@ def test_the_host_of_a_kernels_log_is_in_its_files_name(tmp_path: Path) -> None:
     assert "by the kernel: Xid" in report_of(tmp_path).verdict
     (tmp_path / "dmesg_n12.txt").rename(tmp_path / "dmesg.txt")  # of which, is not told
     assert "its GPU's error" not in report_of(tmp_path).verdict
+
+
+def test_a_gpu_that_fails_is_no_fault_of_the_code(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(
+        "[rank3]:[E1003 04:10:00.1 ProcessGroupNCCL.cpp:1] [Rank 3] Process group watchdog"
+        " thread terminated with exception: CUDA error: uncorrectable ECC error encountered\n"
+    )
+    found = report_of(tmp_path / "train.log")
+    assert found.findings[0].ranks == (3,)
+    assert "Look at that GPU" in found.next_step

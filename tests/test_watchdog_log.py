@@ -1159,8 +1159,12 @@ EXAMPLES = (
     "Received 15 death signal, shutting down workers",
     "A worker died or was killed while executing a task. Worker PID: 12",
     "Worker exit type: INTENDED_USER_EXIT",
+    "Exit code: 1. The process receives a SIGTERM.",
     "(raylet) The node with node id: dd and address: 10.0.3.7 and node name: 10.0.3.7 has been marked dead because",
     "has not received the Notify record from remote rank:[3]. base info: tag[HcomAllReduce_1]",
+    "x|  10.0.0.1(0)   |  16666  |   10.0.0.2(1)   |  0  |  server  | time out |   y",
+    "Cluster Exception Location[IP/ID]:[10.0.0.1/1], ExceptionType:[Heartbeat Lost Occurred]",
+    "DEBUG Lock 140213 not acquired on /data/cache/manifest.lock, waiting 0.05 seconds",
     "Missing ranks:",
     "3: [allreduce.noname.1]",
     "#0-0 (FULL) RUNNING",
@@ -1172,6 +1176,9 @@ EXAMPLES = (
     "n1:1:1 [0] socket.c:1 NCCL WARN Net : x",
     "!!!!!!! SIGSEGV received at time=1",
     "  @ 0x7f00 (unknown) ncclAllReduce()",
+    "shm              64M   62M  2.0M  97% /dev/shm",
+    "Callback: Queue 0x7f aborting with error : HSA_STATUS_ERROR_OUT_OF_RESOURCES",
+    "[c10d] The client socket has failed to connect to [n0]:29500 (errno: 113 - No route to host).",
 )
 
 

@@ -64,6 +64,7 @@ TIME_LIMIT = "the time limit"  # how the text of a TERMINATED by the scheduler b
 PREEMPTED = "preemption"  # likewise
 REQUEUED = "a requeue"  # likewise
 FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins
+UNTOLD = "by Ray, which does not tell how"  # likewise of a DIED
 STALL_EXIT = "stall_exit"  # the text of a TERMINATED that ended itself so
 
 CAUSES = frozenset({RAISED, KILLED, NODE})
@@ -134,4 +135,6 @@ def in_words(kind: str, text: str, words: Mapping[str, str] = WORDS) -> str:
     """What a rank did, or what its line of evidence says. text: the condition's."""
     if kind in (TERMINATED, ABORTED) and text.startswith(STALL_EXIT):
         return "it ended itself"
+    if text.startswith(UNTOLD):
+        return "it died"
     return words[kind]

@@ -41,7 +41,8 @@ _OF_TORCH = re.compile(
 # Whatever program says so of the ranks themselves
 _FOR_RANKS = re.compile(
     r"(?i)time(?:d[ -])?out.{0,60}\bwait\w* (?:for|on) (?:the |all |other )?(?:\w{1,20} )?"
-    r"(?:rank|worker|peer|replica|process)"
+    r"(?:rank|worker|peer|replica|process)|"
+    r"caused by an? \w{1,20} (?:on|in|of) (?:one of the|another|other) (?:rank|worker|process)"
 )
 # Downloads use these words, too: then it is the rank's own error.
 _OF_ANY_CONNECTION = re.compile(
@@ -55,7 +56,7 @@ _OWN_FAULT = re.compile(
     r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in"
     r" use|ncclUnhandledCudaError|"
     r"unhandled cuda error|no socket interface found|Error while (?:creating|attaching"
-    r" to) shared memory|"
+    r" to) shared memory|failed to extend /dev/shm|[Nn]o space left on device|"
     r"enforce fail at (?!.{0,300}op\.preamble)"  # Gloo's, of its own interface or arguments
 )
 # "[/pytorch/gl": a message of torch that the end of a log cuts off.

@@ -50,7 +50,15 @@ _LOOK_AT_THE_GPU = (
     "Look at that GPU (`dmesg` of its host), and leave the node out if it comes again."
 )
 _CURES = (
+    (
+        conditions.UNTOLD,
+        (
+            "Look how it died: the end of its own log, and `dmesg` on its host; the job"
+            " cannot go on without it."
+        ),
+    ),
     (" by GPU", _LOOK_AT_THE_GPU),
+    ("ECC error", _LOOK_AT_THE_GPU),
     ("a consequence of its GPU's error", _LOOK_AT_THE_GPU),
     (
         "shared memory",
@@ -184,7 +192,10 @@ def cause(facts: list[Fact], hearing: Hearing) -> Finding:
         said = f" ({text})" if text else ""
         where = own[0].place.where
         place = f", in {inner(where)}" if where else ""
-        told = f"{victim} {was(ranks)} killed{said}{place}"
+        how = f"{was(ranks)} killed"
+        if text.startswith(conditions.UNTOLD):
+            how = "died"
+        told = f"{victim} {how}{said}{place}"
     found = finding(
         kind,
         f"{told} [{first.cite}].",
@@ -559,8 +570,8 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
     """
     if not waited:
         return (
-            "Another rank had gone before, or the network failed. Which, this does not"
-            " tell"
+            "Another rank had gone before, or the network failed: no line tells which of"
+            " these"
         )
     entries = [fact.entered for one in waited for fact in one.entered]
     is_one = len({(entry.group, entry.number) for entry in entries}) == 1
@@ -571,9 +582,10 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
             f"All ranks{'' if size else ' that are heard'} had enqueued it, so that the"
             f" transfer failed, or hangs on one of them{unheard}"
         )
+    perhaps = f", perhaps {named(hearing.unseen)}," if hearing.unseen else ""
     text = (
-        "Another rank did not come, or had gone before, or the transfer failed. Which,"
-        " this does not tell"
+        f"Another rank{perhaps} did not come, or had gone before, or the transfer failed:"
+        " no line tells which of these"
     )
     if heard := hearing.having(conditions.HEARD):
         text += f"; {names(heard)} {was(heard)} told of it, and had no time-out"
@@ -755,7 +767,7 @@ def with_all_evidence(first: Finding, hearing: Hearing) -> Finding:
         if fact.condition_kind == conditions.HINT
     ]
     text = first.text
-    if hints and first.id in _BESIDE_HINTS:
+    if hints and (first.id in _BESIDE_HINTS or conditions.UNTOLD in text):
         text += f" Beside that: {'; '.join(hints[:_MOST_HINTS])}."
     return replace(first, text=text, evidence=shown_lines(lines))
 

@@ -170,6 +170,7 @@ class EncoderPrints:
     def __init__(self) -> None:
         self._of: dict[str, _Prints] = {}  # by what is called
         self._seen: dict[int, Line] = {}  # the last line of each rank, but for errors
+        self._labelled: set[int] = set()  # by a launcher's label: of its host, perhaps
         self._ran_out: dict[int, Line] = {}  # that have said little since
         self._after: Counter[int] = Counter()  # lines of these since
         # How often each rank printed lines that are alike but for their numbers
@@ -183,6 +184,9 @@ class EncoderPrints:
         own = _OWN.match(text) or (text[-1:].isdecimal() and _AT_THE_END.match(text))
         if line.has_prefix or own:
             self._see(int(own[1]) if own and not line.has_prefix else rank, line)
+        elif rank >= 0:
+            self._labelled.add(rank)
+            self._see(rank, line)
         elif self._seen:
             self._is_silent |= self._pauses(text)
             self._is_silent &= not self._steps.go_on(text)
@@ -225,6 +229,11 @@ class EncoderPrints:
         elif _may_be_an_end(line.text) and _RAN_OUT.search(line.text):
             self._ran_out[rank] = line
             self._after[rank] = 0
+
+    def leave_out_labels(self) -> None:
+        for rank in self._labelled:
+            self._seen.pop(rank, None)
+            self._ran_out.pop(rank, None)
 
     def _pauses(self, text: str) -> bool:
         """Whether nothing was written for long before that line."""
@@ -278,9 +287,14 @@ class EncoderPrints:
         others = self._seen.keys() - ended.keys()
         if not ended or len(others) < len(ended):
             return None
-        last = max(line.number for line in ended.values())
+        last = max(ended.values(), key=lambda line: line.number)
         later = [self._seen[rank] for rank in others]
-        if any(line.number < last or _IS_DONE.search(line.text) for line in later):
+        if any(
+            line.file != last.file
+            or line.number < last.number
+            or _IS_DONE.search(line.text)
+            for line in later
+        ):
             return None
         text = (
             f"{_who(ended, ended)} had no more batches, and {_who(others, self._seen)} went"

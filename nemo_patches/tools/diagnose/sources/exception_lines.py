@@ -19,11 +19,13 @@ _MOST_FRAMES = 64  # of a traceback, the innermost
 _MOST_LINES = 6  # of an exception's message
 _PREFIX = re.compile(r"(?:\[rank\d{1,7}\]: ?){1,4}")  # launchers may write it once more
 _CONTINUES = re.compile(
-    r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU|E[A-Z]\d{4}: )"
+    r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU|E[A-Z]\d{4}: |Horovod has )"
 )  # a message, for sure
 # torch_npu's, with its rank, right beneath an exception that has none
 _OF_NPU = re.compile(r"ERR\d{5} ")
-_REASON = re.compile(r"(?<=Last error:\n).+|^E[A-Z]\d{4}: .+", re.MULTILINE)
+_REASON = re.compile(
+    r"(?<=Last error:\n).+|^(?:E[A-Z]\d{4}: |Horovod has ).+", re.MULTILINE
+)
 # Rich draws a frame.
 _BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\)(?::$| ?[─-])")
 # torch.distributed.checkpoint: what follows, another rank has raised; all ranks pass it on.
@@ -91,7 +93,7 @@ _MISMATCHES = ("Detected mismatch", "DDP expects same model")
 _CLOSED = re.compile(
     r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken"
     r" pipe|remote peer|has left|"
-    r"got 0 bytes|Connection was likely closed|Connection"
+    r"got 0 bytes|has been shut down|Connection was likely closed|Connection"
     r" refused|ncclSystemError|ncclInternalError|"
     r"connectFullMesh failed"
 )
@@ -140,7 +142,7 @@ class _Error:
         kind, message = self.type.rpartition(".")[2], self.message.strip()
         # NCCL's and HCCL's first line is its kind, another one what happened.
         if reason := _REASON.search(self.words):
-            message = f"{message}: {reason[0]}"
+            message = f"{message.rstrip(':')}: {reason[0]}"
         return shown(f"{kind}: {message}" if message else kind)
 
     @property
@@ -289,7 +291,6 @@ class ExceptionLines:
             self._go_on(writing, line, text)
         elif (
             key >= 0
-            and line.has_prefix
             and (error := _ERROR.match(_FATAL_LEVEL.sub("", text, count=1)))
             and _ERROR_NAME.search(error[1])
         ):
@@ -320,7 +321,8 @@ class ExceptionLines:
         awaits = writing.last is None or writing.last.is_group
         if frame := _FRAME.match(text) or _RICH_FRAME.match(text):
             writing.frames.append((frame[1], frame[2], frame[3]))
-            writing.has_frames = True
+            # Others, a message quotes.
+            writing.has_frames = awaits or writing.is_open
         elif _CAUSED in text or _MEANWHILE in text:
             writing.was_caused = True
             if (

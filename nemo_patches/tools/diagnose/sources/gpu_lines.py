@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from nemo_patches.tools.diagnose import conditions
-from nemo_patches.tools.diagnose.rank_facts import Condition
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 
@@ -29,6 +29,7 @@ class GpuLines:
         # Numbers, their hosts or addresses if told, and what is told
         self._failed: list[tuple[int, set[str], str, Line]] = []
         self._entry: dict[str, str] = {}  # of the table of devices
+        self._lost: dict[tuple[str, int], Line] = {}
 
     def take_gpu(self, both: re.Match[str], line: Line) -> None:
         if both["rank"]:
@@ -54,6 +55,12 @@ class GpuLines:
     def take_device_error(self, found: re.Match[str], line: Line) -> None:
         addresses = {_short(one) for one in _ADDRESS.findall(line.text)}
         self._fail(int(found["device"]), addresses, shown(line.text), line)
+
+    def take_lost(self, found: re.Match[str], line: Line) -> None:
+        """Whom HCCL's heartbeats lost: an address, and a device's number."""
+        text = line.text[found.start() :].partition(", Possible")[0]
+        told = line._replace(text=text)
+        self._lost.setdefault((found["at"], int(found["number"])), told)
 
     def _note(self, at: str, number: int, rank: int, size: int = 0) -> None:
         """size: of the group, of which the largest is the job."""
@@ -86,6 +93,11 @@ class GpuLines:
         of_job = self._of_job()
         waited = not self._found.kinds.isdisjoint({conditions.WAITED, conditions.CUT})
         why: dict[int, str] = {}
+        for lost, line in self._lost.items():
+            rank, _ = self._ranks.get(lost, (NOT_TOLD, 0))
+            if rank == NOT_TOLD or rank not in self._found.ranks():
+                told = Condition(conditions.TOLD_ABSENT, shown(line.text))
+                self._found.add(rank, told, line, own=False)
         for number, told_at, text, line in self._failed:
             at = told_at or {host for host, *_ in of_job if _is_named(host, line.file)}
             ranks = {

@@ -70,7 +70,8 @@ _NO_COUNT = r"(?!\s{0,2}[:=]\s{0,2}\d|\s\d{1,9}(?! ?(?:s|sec\w*|m|min\w*|h)\b))"
 _BY_OTHERS = r"(?:signal )?(?:15|2|SIGTERM|SIGINT)\b"
 _DIED = (
     rf"(?!(?:died|killed|dead|aborted|failed) (?:with|by|on|from|due to) {_BY_OTHERS})(?:"
-    r"crashed|died|dead|segfault(?:ed)?|core dumped|aborted|failed|panicked|preempted|evicted|"
+    r"crashed|died|dead|segfault(?:ed)?|[Ss]egmentation fault|core dumped|"
+    r"aborted|failed|panicked|preempted|evicted|"
     r"(?<!is )killed(?=\s*$|[\s(]*(?:by|with|due|signal|SIG|[Oo][Oo][Mm]))|OOM[ -]?[Kk]illed|"
     r"(?:exited|terminated|ended|finished) (?:unexpectedly|abnormally|prematurely|early)|"
     r"(?:(?:exited|terminated|died|killed|ended) (?:with|by|on|from) |received |got )"
@@ -97,12 +98,12 @@ _ABSENT = (
 )
 _STATE = (
     "[Mm]issing|[Aa]bsent|[Ss]talled|[Uu]nresponsive|[Dd]ead|[Ss]tuck|[Hh]ung|"
-    "[Ll]agging|[Ll]ost"
+    "[Ll]agging|[Ll]ost|[Pp]roblematic|[Ff]aulty|[Oo]ffending"
 )
 _LIST = (
-    r"[\[({]{0,2}(?P<ranks>(?P<r>r(?:ank)?[ _-]?)?"
-    rf"{RANK_LIST})\b"
-    r"(?P<closed>[\])}])?"
+    r"[\[({]{0,2}\s?(?P<ranks>(?P<r>r(?:ank)?[ _-]?)?"
+    rf"{RANK_LIST}(?:,? \d{{1,6}}(?=[ ,\d]{{0,2000}}[\])}}])){{0,400}})\b"
+    r"(?P<closed>\s?[\])}])?"
 )
 _WHO_IN_CHINESE = f"(?P<who>)(?:{_NAMES}|进程|节点" + ")"
 _SAME_CLAUSE = r"[^\uff0c\u3002\uff1b,;]"
@@ -185,7 +186,7 @@ _ERROR = re.compile(
 _OF_ERRORS = ("rror", "ERROR", "xcep", "CUDA", "ailure", "rash", "OOM", "oom", "emory")
 # In a line of a log that names one rank alone, such words may stand anywhere.
 _ONE_RANK = re.compile(
-    r"(?<![A-Za-z/_-])(?<!ocal )(?<!ode )(?:[Gg]lobal )?(?P<who>[Rr]ank|RANK)"
+    r"(?<![A-Za-z/_-])(?<!ocal )(?<!ode )(?:[Gg]lobal |mpi_)?(?P<who>[Rr]ank|RANK)"
     r"(?: ?[#:=_-] ?| )?(?P<ranks>\d{1,6})\b(?![\d.:]*\d)"
 )
 _ANYWHERE = (
@@ -239,8 +240,11 @@ _OF_HEADER = re.compile(
 
 # An event of a cluster's pod or node
 _OF_CLUSTER = re.compile(
-    r"\b(?:Evict(?:ed|ing|ion)|Preempt(?:ed|ing)|OOMKilled|TaintManagerEviction|NotReady|"
-    r"Node(?:NotReady|Lost|Failure|Shutdown)|[Nn]ode \S{1,80} (?:is |was )?(?:down|drained|failed)|"
+    r"\b(?:\d/\d +(?:Pending|Unknown|\w+BackOff|Err\w*Pull|ContainerCreating|"
+    r"Init:\S+)(?= +\d)|(?:down|drain\w{0,3}|alloc\w*)(?=\*)|"
+    r"Evict(?:ed|ing|ion(?:By\w+)?)|Preempt(?:ed|ing|ionBy\w+)|OOMKilled|TaintManagerEviction|NotReady|"
+    r"Node(?:NotReady|Lost|Failure|Shutdown)|[Nn]ode \S{1,80} "
+    r"(?:is |was |became |has |went )?(?:down|drained|failed|unresponsive|unreachable)|"
     r"\w*Spot\w*(?:Termination|Interruption)|"
     r"instances?\W(?:was |is |were )?(?:preempted|reclaimed))\b"
 )
@@ -299,7 +303,7 @@ _MOOD_LOWER = re.compile(
     r"(?:in|of|during) (?:run|attempt) \d|sometimes|often|usually|"
     r"polic\w+|default)\b|"
     "如果|是否|可能|将会|之前|"
-    r"\b(?:not|never|no)_|['\"](?:the )?$|\b(?:at|to|by) (?:the )?$|"
+    r"\b(?:not|never|no)_|['\"](?:the )?$|\b(?:at|(?<!due )to|by) (?:the )?$|"
     r"\b(?!process|worker|actor|container|loader|agent|trainer|heartbeat)\w+ of (?:the )?$"
 )
 # Likewise after it, or between.
@@ -360,6 +364,7 @@ _OF_A_HANG_LOWER = re.compile(
 # Words of which one is in each such line, in place of a row's.
 WORDS = (
     *("issing", "talled", "tuck", "hung", "is hanging", "respond", "nresponsive"),
+    *("roblematic", "aulty", "ffending"),
     *("heartbeat", "lost ", "Lost ", "agging", "crash", "died", "dead", "Dead"),
     *("killed", "exit", "turn code", "returncode", " rc=", " rc:", "segfault"),
     *("core dumped", "aborted", "unreachable", "did not ", "never ", "has not "),
@@ -377,8 +382,14 @@ WORDS = (
         "NodeLost",
         "NodeShut",
         "OOMKilled",
+        "CrashLoop",
+        "Back-off",
         "drained",
         "is down",
+        "Pending ",
+        "down*",
+        "BackOff ",
+        "Creating ",
     ),
     *("iving up", "gave up", "Error", "rror on", "xception on", "stale", "state T"),
 )
@@ -446,6 +457,7 @@ class HearsayLines:
         self._reports = 0  # of others, so far, of who had not come
         self._told: dict[tuple[int, str], _Told] = {}  # by rank and text
         self._before = ""  # the text of the line before
+        self._in_what = False  # the line before is of a C++ exception's words
         self._file = ""  # the present one: others' lines may be earlier or later
         self._steps = Steps()  # since the last that was told
         self._header: Line | None = None  # that the lines before followed
@@ -456,12 +468,16 @@ class HearsayLines:
     def take(self, line: Line, is_known: bool) -> None:
         """is_known: a row has read it, so only what it tells of the job's going on counts."""
         if line.file != self._file:
-            self.tables.end()
+            self.tables.end_file()
             self._file = line.file
             self._steps.begin()
         is_row = self.tables.take(line)
         if line.text.isupper():
             line = line._replace(text=line.text.lower())
+        is_more = line.text[:1] in ("\t", " ")
+        self._in_what = "what():" in self._before or (self._in_what and is_more)
+        if self._in_what and is_more:  # of an exception of C++, not of a list
+            line = line._replace(text=line.text.strip())
         text, before = line.text, self._before
         self._before = text
         self._take_back(text)
@@ -574,16 +590,16 @@ class HearsayLines:
 
     def finish(self, is_finished: bool) -> None:
         """is_finished: training has come to its end, so nobody is missing."""
-        self.tables.end()
+        self.tables.finish()
         if is_finished:
             self._told.clear()
             self._goes_on()
         has_ended = not self._found.kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():
+            if told.needs == A_NAME:
+                self._found.explain_node(told.line)
             named = self._found.ranks_named(told.line.text)
-            if not {"": True, A_HANG: has_ended, A_NAME: named or has_ended}[
-                told.needs
-            ]:
+            if told.needs == A_HANG and not has_ended:
                 continue
             text = told.line.text.strip()[:200]
             condition = Condition(told.kind, text)

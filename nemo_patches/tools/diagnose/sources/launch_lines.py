@@ -20,6 +20,7 @@ from nemo_patches.tools.diagnose.sources.launcher_lines import LauncherLines
 from nemo_patches.tools.diagnose.sources.lines import (
     ANY_DIGIT,
     MOST_KEPT,
+    WRITER,
     Line,
     ranks_in,
     shown,
@@ -31,7 +32,10 @@ from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
 _MOST_SHAPES = 1 << 9  # of lines
-_WRITER = re.compile(r"\(\w[\w.:-]{0,80} pid=(\d{1,9})(?:, ip=[\d.]{7,15})?\) ")
+# Of Kubernetes' objects, whose namespace stands beneath their name
+_NAMED = re.compile(r"\s*['\"]?[Nn]ame['\"]?: +['\"]?([a-z][\w.-]{0,200})")
+_NAMESPACE = re.compile(r"\s*['\"]?[Nn]amespace['\"]?: ")
+_TOLD_OF_IT = re.compile(r"\s*(?:['\"]?(?:[Rr]eason|[Mm]essage)['\"]?:|Warning\s{2}) ?")
 _IP = re.compile(r"\bip=([\d.]{7,15})\b")
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
@@ -52,6 +56,7 @@ class Launch:
         self._hearsay = HearsayLines(self.found)
         self._places = PlaceLines(self.found, self._hearsay.tables)
         self._text_before = ""
+        self._object = ""  # of Kubernetes, that the file describes
         self._first: Line | None = None
         self._last: Line | None = None
         self._rows = [(row, self._reader_of(row)) for row in ROWS]
@@ -73,6 +78,7 @@ class Launch:
 
     def begin_file(self) -> None:
         self.found.is_over = False
+        self._object = ""
         self._by_file.append(set())
 
     def take(self, line: Line) -> None:
@@ -84,6 +90,7 @@ class Launch:
         if "nemo_patches " in line.text and (ours := OURS.search(line.text)):
             self._stalls.take(ours, line)
             return
+        line = self._of_object(line)
         line = self._with_rank_of_pid(line)
         text_before, self._text_before = self._text_before, line.text
         if is_no_event(line.text, text_before):
@@ -98,16 +105,22 @@ class Launch:
         if not is_known and not self.tracebacks.is_reading:
             self._places.take(line)
 
+    def _of_object(self, line: Line) -> Line:
+        """With the name that stands above what is told of it."""
+        if _NAMESPACE.match(line.text) and (name := _NAMED.match(self._text_before)):
+            self._object = name[1]
+        if self._object and _TOLD_OF_IT.match(line.text):
+            return line._replace(text=f"[{self._object}] {line.text.strip()}")
+        return line
+
     def _with_rank_of_pid(self, line: Line) -> Line:
         """Ray and others write the process before its lines, and its rank once."""
         known = self.found.rank_of_pid
-        if line.has_prefix or not known:
+        writer = WRITER.match(line.text) if known else None
+        rank = known.get(int(writer["pid"]), NOT_TOLD) if writer else NOT_TOLD
+        if writer is None or rank < 0 or line.has_prefix:
             return line
-        writer = _WRITER.match(line.text)
-        if writer is None or known.get(int(writer[1]), NOT_TOLD) < 0:
-            return line
-        rank, text = known[int(writer[1])], line.text[writer.end() :]
-        return line._replace(text=text, rank=rank, has_prefix=True)
+        return line._replace(text=line.text[writer.end() :], rank=rank, has_prefix=True)
 
     def _apply_rows(self, line: Line) -> bool:
         """Whether a row of an end knows the line."""
@@ -175,6 +188,8 @@ class Launch:
         self.found.leave_out_lines_of_ranks()
         self.found.tell_who_closed()
         self.found.tell_ranks_of_named()
+        if self.found.several_hosts:
+            self._prints.leave_out_labels()
         self._gpus.finish()
         evidence.printed |= self._prints.printed
         self._c10d.finish(evidence, self._by_file)

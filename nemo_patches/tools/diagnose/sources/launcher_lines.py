@@ -69,6 +69,8 @@ class LauncherLines:
         # Files that tell that the scheduler has ended the job.
         self._cancelled: set[str] = set()
         self._ray: Line | None = None  # a death whose process id may follow
+        self._ray_pid = ""
+        self._ray_signal = ""  # of others
         self._mpi_rank: int | None = None  # whose exit code may follow
         # By SIGTERM, says srun; Slurm's reason may follow.
         self._terminated: list[tuple[str, Line]] = []
@@ -101,9 +103,9 @@ class LauncherLines:
             return  # its traceback tells it
         told = found.groupdict("")
         words = {name: shown(text) for name, text in told.items()}
-        text = row.text.format(**words, line=shown(line.text))
+        text = row.text.format(**words, line=shown(line.text)).strip()
         rank = int(told.get("rank", line.rank if row.of_rank else NOT_TOLD))
-        if "pid" in told:
+        if told.get("pid"):
             rank = self._rank_of(told["pid"])
         if code := told.get("code") or told.get("signal"):
             signed = _signed(code) if "code" in told else -int(code)
@@ -234,14 +236,19 @@ class LauncherLines:
         if condition is None:
             return
         done = self._finished
-        if done is not None and done.file == line.file and not self._found.is_over:
+        is_after = (
+            done is not None and done.file == line.file and done.number <= line.number
+        )
+        if done is not None and is_after and not self._found.is_over:
+            if condition.kind == conditions.TERMINATED:
+                return
             text = f"{condition.text}, after training had come to its end [{done.cite}]"
             condition = Condition(conditions.FAILED, text)
         clock = clock if at else ""
         self._found.note(Fact(rank, condition, line.cite, at, clock, own=False), line)
 
     def take_ray_death(self, found: re.Match[str], line: Line) -> None:
-        self._end_ray("")
+        self._end_ray()
         self._ray = line
 
     def take_ray_by_design(self, found: re.Match[str], line: Line) -> None:
@@ -250,23 +257,31 @@ class LauncherLines:
 
     def take_ray_pid(self, pid: re.Match[str], line: Line) -> None:
         if self._is_of_ray(line):
-            self._end_ray(pid[1] or pid[2])
+            self._ray_pid = self._ray_pid or pid[1] or pid[2]
+
+    def take_ray_signal(self, found: re.Match[str], line: Line) -> None:
+        if self._is_of_ray(line):
+            self._ray_signal = found[1]
 
     def _is_of_ray(self, line: Line) -> bool:
         """Whether the line is one of those in which Ray goes on."""
         return self._ray is not None and line.number - self._ray.number <= _RAY_LINES
 
-    def _end_ray(self, pid: str) -> None:
-        line, self._ray = self._ray, None
-        if line is not None:
-            process = f" (pid {pid})" if pid else ""
-            text = f"Ray: a worker{process} died: killed, out of memory, or crashed"
-            died = Condition(conditions.DIED, text)
-            at = float(line.number)  # it tells at once
-            self._tell(died, line, self._rank_of(pid), at, line.file)
+    def _end_ray(self) -> None:
+        line, pid, signal = self._ray, self._ray_pid, self._ray_signal
+        self._ray, self._ray_pid, self._ray_signal = None, "", ""
+        if line is None:
+            return
+        process = f" (pid {pid})" if pid else ""
+        died = Condition(conditions.DIED, f"{conditions.UNTOLD}{process}")
+        if signal:
+            text = f"{signal}, says Ray, of a worker{process}"
+            died = Condition(conditions.TERMINATED, text)
+        at = float(line.number)  # it tells at once
+        self._tell(died, line, self._rank_of(pid), at, line.file)
 
     def finish(self) -> None:
-        self._end_ray("")
+        self._end_ray()
         self._finish_out_of_memory()
         if self._nodes == 1:
             for pid, rank in self._local_ranks.items():

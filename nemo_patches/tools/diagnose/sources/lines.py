@@ -87,9 +87,13 @@ BEFORE_MESSAGE = re.compile(
 RANK_OF_COMMAND, LOCAL_RANK_OF_COMMAND = (
     re.compile(rf"(?<![\w-])(?:{words})[= ]['\"]?(\d{{1,6}})\b")
     for words in (
-        "--(?:global[-_])?rank|RANK|SLURM_PROCID|OMPI_COMM_WORLD_RANK|PMI_RANK",
+        "--(?:global[-_]|ddp[-_.]|dist(?:ributed)?[-_.])?rank|RANK|SLURM_PROCID|OMPI_COMM_WORLD_RANK|PMI_RANK",
         "--local[-_]rank|(?:OMPI_COMM_WORLD_)?LOCAL_RANK|SLURM_LOCALID",
     )
+)
+# What Ray writes before a process's lines, and its rank once
+WRITER = re.compile(
+    r"\((?P<who>\w[\w.:-]{0,80} pid=(?P<pid>\d{1,9})(?:, ip=[\d.]{7,15})?)\)(?: |$)"
 )
 _OF_RANKS = re.compile(
     r"(?<![A-Za-z])(?:global_?|world_?|mpi_?|dist_?)?rank|worker|proc|task|replica|trainer|learner|进程",
@@ -430,9 +434,11 @@ def group_of(text: str) -> str:
 
 
 def ranks_in(text: str) -> list[int]:
-    """ "0, 2-4": [0, 2, 3, 4]; at most MOST_KEPT."""
+    """ "0, 2-4": [0, 2, 3, 4], as "0 2 3 4"; at most MOST_KEPT."""
     ranks: list[int] = []
-    for first, last in re.findall(r"(\d{1,7})(?:-(\d{1,7}))?", text.replace(" ", "")):
+    if "," in text:  # a line's end may be within a number
+        text = text.replace(" ", "")
+    for first, last in re.findall(r"(\d{1,7})(?: ?- ?(\d{1,7}))?", text):
         begin = int(first)
         ranks += range(begin, min(int(last or first), begin + MOST_KEPT) + 1)
     return ranks[:MOST_KEPT]

@@ -22,7 +22,8 @@ from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
 
 MOST_RANKS = 1 << 20
 _CLOSED_BY = re.compile(r"by ?peer \[?(\d{1,3}(?:\.\d{1,3}){3})\b")
-_PROCESS = re.compile(r"(?:Killed process |\bpid[ =])(\d{1,9})[ ,)]")
+_PROCESS = re.compile(r"(?:Killed:? process |\bpid[ =])(\d{1,9})(?:[ ,)]|$)")
+_IS_PYTHON = re.compile(r"process \d{1,9}(?:,|$| \((?:py|pt_))")
 _FAULT = re.compile(r"\bby GPU\b|\bamdgpu\b.*\bpid \d")
 _ONE_OF_HOST = re.compile(r"\btask \d|\blocal[ _]rank\b|\bpid\b|Killed process")
 _MOST_FACTS = 8 * MOST_KEPT
@@ -52,7 +53,8 @@ class LaunchFacts:
     rank. reports_made: lines of others so far, that a rank had not come. reports: folders with
     stall reports that lines name. several_hosts: local ranks are not the job's. cure: as
     Evidence has it. ranks_of_name: of pods and hosts. texts: by citation, of lines that tell a
-    condition and no rank. by_local_rank: keys of the facts whose rank is one.
+    condition and no rank. by_local_rank: keys of the facts whose rank is one. listed: by pid, the
+    ranks of a process list.
     """
 
     facts: dict[tuple[object, ...], Fact] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class LaunchFacts:
     texts: dict[str, str] = field(default_factory=dict)
     # In order, as a set is not.
     by_local_rank: dict[tuple[object, ...], None] = field(default_factory=dict)
+    listed: dict[int, int] = field(default_factory=dict)
 
     def add(
         self, rank: int, value: Value, line: Line, own: bool = True, host: str = ""
@@ -172,17 +175,32 @@ class LaunchFacts:
             self.rank_of_pid[pid] = rank if is_one else NOT_TOLD
 
     def tell_ranks_of_killed(self) -> None:
-        """The kernel names a process that it kills by its id; another file may have the rank."""
+        """The kernel names a process that it kills by its id; another file may have the rank, or
+        list the processes of all others.
+        """
         for key, fact in [*self.facts.items()]:
             is_killed = fact.condition_kind == conditions.KILLED
             pid = _PROCESS.search(fact.condition_text) if is_killed else None
             rank = self.rank_of_pid.get(int(pid[1]), NOT_TOLD) if pid else NOT_TOLD
+            value = fact.condition
+            if pid and rank == NOT_TOLD and _IS_PYTHON.search(value.text):
+                rank = self.listed.get(int(pid[1]), self.unlisted)
+                text = f"{value.text}; by the list of processes it is rank {rank}"
+                value = replace(value, text=text)
             if fact.rank == NOT_TOLD != rank:
                 del self.facts[key]
-                self.keep(replace(fact, rank=rank))
+                self.keep(replace(fact, rank=rank, value=value))
                 if fact.condition_text.startswith(conditions.FOR_MEMORY):
                     # Ray counts the workers that it kills, and then names each.
                     self.leave_out(_is_kill_of_nobody)
+
+    @property
+    def unlisted(self) -> int:
+        """The one rank that no process of a list is. The first may be another host's."""
+        ranks = set(self.listed.values())
+        first = min(ranks, default=0)
+        gaps = set(range(first if first > 1 else 0, max(ranks, default=0))) - ranks
+        return gaps.pop() if len(gaps) == 1 < len(ranks) else NOT_TOLD
 
     def tell_ranks_of_faults(self) -> None:
         """A GPU's fault ends its process by SIGABRT: the kernel names that, or one ended so."""
@@ -241,6 +259,18 @@ class LaunchFacts:
             for rank in ranks:
                 self.keep(replace(fact, rank=rank))
 
+    def explain_node(self, line: Line) -> None:
+        """What the cluster tells of a node that a launcher has lost."""
+        for key, fact in self.facts.items():
+            text = fact.condition_text
+            if fact.condition_kind == conditions.NODE and _names(text) & _names(
+                line.text
+            ):
+                text = f"{text}; {' '.join(line.text.split())} [{line.cite}]"
+                self.facts[key] = replace(
+                    fact, value=replace(fact.condition, text=text)
+                )
+
     def note_address(self, address: str, rank: int) -> None:
         """Ranks log their hosts' at their start."""
         if len(self.ranks_at) < MOST_KEPT:
@@ -298,6 +328,10 @@ class LaunchFacts:
     @property
     def tells_anything(self) -> bool:
         return bool(self.ranks())
+
+
+def _names(text: str) -> set[str]:
+    return {name for name in _NAME.findall(text) if re.search(r"\d", name)}
 
 
 def _is_kill_for_memory(fact: Fact) -> bool:

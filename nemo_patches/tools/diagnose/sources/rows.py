@@ -347,6 +347,12 @@ ROWS = (
         RAISED,
         "{how} by GPU, {what}",
     ),
+    _row(  # likewise
+        "HSA_STATUS",
+        r"aborting with error ?: ?(?P<what>HSA_STATUS_\w{1,80})",
+        RAISED,
+        "{what}, of ROCm",
+    ),
     _row(
         "op.preamble.",
         r"(?P<what>\bop\.preamble\.\w{1,20} .{1,200})",
@@ -414,10 +420,15 @@ ROWS = (
     ),
     _row(  # what programs write when training has come to its end, in good order
         "eturning from train|raining finished|raining complete|raining done|inished training|"
-        "Trainer.fit` stopped|Done waiting for",
-        r"[Rr]eturning from train|[Tt]raining (?:has |is"
-        r" )?(?:finished|completed?|done)|[Ff]inished training|"
-        r"`Trainer\.fit` stopped: `max_|Done waiting for other agents",
+        "Trainer.fit` stopped|Done waiting for|inal validation m|inal eval|inal test|inal check|"
+        "inal model|succeeded",
+        r"[Rr]eturning from train|(?:[Tt]raining (?:has |is"
+        r" )?(?:finished|completed?|done)|[Ff]inished training)"
+        r"(?! (?:for |of )?(?:it|iter\w*|step|batch|epoch|update|round|stage|fold)\b)|"
+        r"`Trainer\.fit` stopped: `max_|Done waiting for other agents|"
+        r"\b[Ff]inal (?:validation|test|eval\w*) (?:metrics|results)\b|[Ss]aved (?:the )?final "
+        r"(?:checkpoint|model)|[Ff]inal (?:checkpoint|model) (?:was |is )?(?:saved|written)|"
+        r"\bJob '\S{1,80}' succeeded",
         reader="finished",
     ),
     _row(
@@ -471,12 +482,13 @@ ROWS = (
     ),
     _end(
         "oom_kill|oom-kill|Out Of Memory|ut of memory|memory limit|memory pressure|low on memory|"
-        "TERM_MEMLIMIT|e: memory|OOMKilled|memory usage",
+        "TERM_MEMLIMIT|e: memory|OOMKilled|memory used|OUT_OF_ME|running low",
         r"oom[_-]kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
         r"(?:Out of|cgroup out of) memory: Killed process|exceeded (?:job )?memory limit|"
         r"killed due to memory pressure|"
-        r"worker was killed due to the node running low on memory|"
-        r"\bpid=\d{1,9}, memory used=.{0,200}\bexceeds the memory usage threshold\b|"
+        r"(?:worker|[Tt]ask) was killed due to the node running low on memory|"
+        r"\bpid=\d{1,9}, memory used=.{0,80}\bwas running was\b|"
+        r"^\d{2,12}(?:[._+]\w{1,12})*[ |].{0,80}\bOUT_OF_ME|"
         r"^TERM_MEMLIMIT|low on resource: memory|OOMKilled",
         KILLED,
         conditions.FOR_MEMORY + ": {line}",
@@ -498,10 +510,10 @@ ROWS = (
     ),
     _end(
         "Fatal Python",
-        r"^Fatal Python error: (?P<how>Segmentation fault|Bus error|"
-        r"Illegal instruction|Floating-point exception)",
+        r"^(?P<of>\(\w[\w.:-]{0,80} pid=(?P<pid>\d{1,9})[^)]{0,80}\) )?Fatal Python error: "
+        r"(?P<how>Segmentation fault|Bus error|Illegal instruction|Floating-point exception)",
         KILLED,
-        "{how}",
+        "{how} {of}",
         of_rank=True,
     ),
     _end(
@@ -538,8 +550,9 @@ ROWS = (
         "it called MPI_Abort, says mpirun",
     ),
     _end(
-        "xit Code|exitCode|exit code|exited with code",
+        "xit Code|exitCode|exit code|exited with code|Exited (",
         r"(?:Exit Code: {2,8}|exitCode\"?: |-\d{1,4} exited with code |"
+        r"\bExited \((?=1[34]\d\))|"
         r"Process (?:finished|completed) with exit code (?=1[34]\d))(?P<code>\d{1,3})\b",
         text="what has started its container",
     ),
@@ -579,8 +592,8 @@ ROWS = (
         text="Lightning, of local rank {local} (pid {pid})",
     ),
     _end(
-        "ProcessExited",
-        r"ProcessExitedException: (?P<how>process \d{1,7} terminated with signal"
+        "xception: process",
+        r"(?:^|\s|ProcessExited)Exception: (?P<how>process \d{1,7} terminated with signal"
         r" SIG(?:KILL|BUS|SEGV))",
         KILLED,
         "torch.multiprocessing: {how}",
@@ -627,6 +640,11 @@ ROWS = (
         r"^\s{0,16}pid: (\d{1,9})$|Worker PID: (\d{1,9})",
         reader="ray_pid",
     ),
+    _row(
+        "receives a SIG",
+        r"The process receives a (SIGTERM|SIGINT)",
+        reader="ray_signal",
+    ),
     # Who had not come, by HCCL, Horovod and NCCL's RAS: a communicator, its ranks of one state, and
     # these ranks if they are few
     _row(
@@ -650,9 +668,37 @@ ROWS = (
     ),
     _row(
         "remoteRank[",
-        r"\[RunFailed\].{0,200}\bremoteRank\[(?P<ranks>\d{1,7})\]",
+        r"(?:\[RunFailed\]|createLink para).{0,200}\bremoteRank\[(?:\d{1,7}\]-remoteUserrank\[)?"
+        r"(?P<ranks>\d{1,7})\]",
         MISSING,
         "to a connection, by HCCL",
+    ),
+    _row(
+        "connect agent[",
+        r"Failed to connect agent\[(?P<ranks>[\d, ]{1,20000})\]",
+        MISSING,
+        "to the set-up of a group, by HCCL",
+    ),
+    *(  # a row of HCCL's table: the remote rank, and the own one, which waited for it
+        _row(
+            " time out ",
+            rf"\| +[\d.]{{7,15}}\({remote}\) +\| +\d{{1,10}} +\| +"
+            rf"[\d.]{{7,15}}\({own}\) +\|.{{0,40}}"
+            r"\| +(?:client|server) +\| time out ",
+            kind,
+            "a connection, by HCCL" if kind == WAITED else "to a connection, by HCCL",
+        )
+        for kind, remote, own in (
+            (MISSING, r"(?P<ranks>\d{1,7})", r"\d{1,7}"),
+            (WAITED, r"\d{1,7}", r"(?P<rank>\d{1,7})"),
+        )
+    ),
+    _row(
+        "Exception Location|crimer rank",
+        r"(?:Cluster Exception Location\[IP/ID\]:|crimer rank )\[(?P<at>[\d.]{7,15})/"
+        r"(?P<number>\d{1,3})\].{0,160}"
+        r"(?:ExceptionType:\[(?:Heartbeat Lost|Stuck)|status\[(?:LOST|STUCK))",
+        reader="lost",
     ),
     _row(
         "mpirun|horovodrun|mpiexec",
@@ -717,6 +763,27 @@ ROWS = (
     ),
     # What was wrong around the ranks
     _row(
+        "ock",
+        r"(?i:\b(?:waiting|blocked|waits?) (?:for|on) (?:the |a )?(?:file ?)?lock\b|"
+        r"lock \d+ not acquired on|could not acquire (?:file ?)?lock)"
+        r"[^/]{0,40}(?P<at>/[\w./-]{2,200})",
+        HINT,
+        "a lock, which a process that has gone may have left: {at}",
+    ),
+    _row(  # 97: of IPv6, which is tried first
+        "has failed to connect|has failed to bind",
+        r"socket has failed to (?:connect|bind) to (?P<at>\S{1,200}) "
+        r"\(errno: (?!97)\d{1,3} - (?P<why>[^)]{1,80})",
+        HINT,
+        "a rank could not connect or bind to {at}: {why}",
+    ),
+    _row(  # of df
+        "% /",
+        r"^\S+(?:\s+[\d.]+[KMGTP]?i?){3}\s+(?P<use>9[5-9]|100)%\s+(?P<at>/\S{0,200})$",
+        HINT,
+        "a file system is full: {at} ({use} %)",
+    ),
+    _row(
         "lowdown",
         r"(?P<what>(?:HW|SW) (?:[Tt]hermal|[Pp]ower)[ _][Ss]lowdown "
         r"(?:is )?(?:[Aa]ctive|detected).{0,80})",
@@ -742,6 +809,12 @@ ROWS = (
         "the kernel: {what}",
     ),
     _row(
+        "CUDA_ERROR_",
+        r"(?P<what>\bCUDA_ERROR_[A-Z_]{1,60})",
+        HINT,
+        "the GPU's driver: {what}",
+    ),
+    _row(
         "Culprit rank",
         r"(?P<what>Culprit rank \d{1,7}; Error type: .{1,2000})",
         HINT,
@@ -755,7 +828,7 @@ ROWS = (
     ),
     _row(
         "SIGSEGV|SIGBUS|SIGILL|SIGFPE",
-        r"^\W{0,20}(?P<what>SIG(?:SEGV|BUS|ILL|FPE)) received",
+        r"^(?:\(\w[^)]{0,160}\) )?\W{0,20}(?P<what>SIG(?:SEGV|BUS|ILL|FPE)) received",
         HINT,
         "{what} received",
     ),
@@ -784,6 +857,7 @@ def _filter() -> tuple[bytes, ...]:
         *("nemo_patches ", "[rank", "[Rank", "rank      :", "world_rank=", "pid "),
         *("Traceback (most", "Error", "EI00", "NCCL", "ollective", "watchdog"),
         *("arrier", "sigkill_handler", "imed out", "ncoder", "ll_reduce", "ll_gather"),
+        "shards:",
         *encoder_prints.WORDS_OF_AN_END,
         *(word for row in ROWS if not row.follows for word in row.words),
         *hearsay_lines.WORDS,

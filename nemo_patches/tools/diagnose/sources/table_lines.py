@@ -24,6 +24,7 @@ from nemo_patches.tools.diagnose.sources.lines import (
     LOCAL_RANK_OF_COMMAND,
     MOST_KEPT,
     RANK_OF_COMMAND,
+    WRITER,
     Line,
     shown,
 )
@@ -37,6 +38,15 @@ _LEAST_AGE_S, _LEAST_AGE = 30.0, 5  # of a heartbeat that is old, and by the oth
 _LEAST_RANKS = 3  # of which one is apart by a number
 _NEAR = 8  # lines: what a table is of stands before it
 
+# "Loading checkpoint shards:  56%|####  | 9/16 [03:24<03:16"; and the use of a GPU, which
+# nvidia-smi tells in the line beneath its number
+_BAR = re.compile(
+    r"(?P<title>\w[^%]{0,80}?)\s{0,8}\d{1,3}%.{0,80}?[|\s](?P<done>\d{1,9})/(?P<total>\d{1,9})\b|"
+    r"[|,] +(?P<use>\d{1,3}) ?% +(?:Default|Exclu|E\. Pro|\|)"
+)
+_GPU = re.compile(
+    r"[|\[] {0,4}(\d{1,2})\]? +(?:NVIDIA|GeForce|Tesla|Quadro|[AHBL]\d{2})"
+)
 # What a column has, by its name in small letters with "_" between its words. A part of a step
 # counts beside its phases.
 _ROLES = re.compile(
@@ -48,7 +58,7 @@ _ROLES = re.compile(
     r"(?P<wait>(?=.*(?:ms|sec|time|us|s)$).*(?:wait|comm|sync|nccl|reduce|idle).*)|"
     r"(?P<time>(?:.*_)?(?:ms|sec|us|latency)(?:_.*)?|(?:step|iter|batch|data|load)_(?:time|s))|"
     r"(?P<phase>fwd|forward|bwd|backward|compute)|(?P<part>data|total|load|loading)|"
-    r"(?P<step>(?:(?:last|global|train|current)_)?(?:step|iter|iteration|seqnum|update)|"
+    r"(?P<step>(?:(?:last|global|train|current)_)?(?:step|batch|iter|iteration|seqnum|update)|"
     r"last_(?:batch|seq)|batch_idx|(?:step|iter|batch)_(?:no|num|done))"
 )
 _OF_RANK = {"rank", "number", "command", "pid"}
@@ -67,6 +77,7 @@ WORDS_OF_A_HEAD = (
     "RANK",
     "PROCID",
     "STAT",
+    "State:\t",
 )
 _RULE = re.compile(r"[\s|│+=:─┌┬┐├┼┤└┴┘╞╪╡-]*")
 _SPLITS = (r"\s*[|│]\s*", r"\s*,\s*", r"\s{2,}|\t", r"\s+")
@@ -102,6 +113,15 @@ _STATES = re.compile(
     r"(?P<asleep>D[sl+<NLn]{0,5}|(?i:disk[ -]sleep))|"
     r"(?P<stopped>[Tt][sl+<NLn]{0,5}|(?i:stopped))|"
     r"(?P<ended>[ZX][sl+<NLn]{0,5}|(?i:zombie|defunct))"
+)
+# ps without its head, or with -f, which has no state; and /proc/PID/status, in two lines
+_PROCESS = re.compile(
+    r"\s{0,8}(?:[a-z]\w{0,31}\s+)?(?P<pid>\d{2,9})\s(?:.{0,80}?\s)??"
+    r"(?:(?P<state>[DTtZRS][sl+<NLn]{0,5})|(?:\?|pts/\d{1,5}|tty\w{1,5})\s+[\d:-]{8,12})"
+    r"\s(?P<command>.*(?:\bpython|\[pt_).*)"
+)
+_STATUS = re.compile(
+    r"\s{0,8}(?:State:\s+(?P<state>[A-Zt])\b|Pid:\s+(?P<pid>\d{1,9})$)"
 )
 _FILE_SYSTEMS = re.compile("nfs|rpc|fuse|lustre|cl_sync|ceph|gpfs|cifs")
 _OF_A_HANG = re.compile(  # in small letters
@@ -160,10 +180,17 @@ class TableLines:
         self._tell = tell
         self._is_there = is_there
         self._table = _Table()
+        self._processes = _Table(["state"])
+        self._state = ""  # of the process whose id follows
+        self._process = ("", 0)  # the last one's id, and its line
+        self._defunct: list[Line] = []  # processes whose ranks are not told
         self._hang_at = -_NEAR  # number of the last line that speaks of one
         self._unlike_at = -_NEAR  # likewise, of ranks that differ
         self._cells: dict[int, str] = {}
         self._head: Line | None = None  # before them
+        # By title, total and writer, what was done by the last line
+        self._bars: dict[tuple[str, str, str], tuple[int, Line]] = {}
+        self._writer = ""  # of the line before
         self._slow: Finding | None = None
 
     def take_throughput(self, found: re.Match[str], line: Line) -> None:
@@ -192,6 +219,7 @@ class TableLines:
             return False
         self._end_cells()
         self._head = line
+        self._take_bar(line)
         if _OF_UNLIKE.search(text):
             self._unlike_at = line.number
         if self._table.split:
@@ -199,6 +227,8 @@ class TableLines:
                 return bool(text)
             if self._take_row(line):
                 return True
+        if self._take_process(line):
+            return True
         is_of_a_hang, may_be_row, may_begin = _looks_of(text.translate(ANY_DIGIT))
         if may_be_row and self._take_keyed(line):
             return False
@@ -208,6 +238,31 @@ class TableLines:
         if may_begin and not self._take_list(line):
             self._begin(line)
         return False
+
+    def _take_bar(self, line: Line) -> None:
+        """A progress bar's, of which the writer may stand in the line before."""
+        before, text = self._writer, line.text
+        self._writer = f"rank {line.rank}" if line.rank >= 0 else ""
+        if label := WRITER.match(text):
+            self._writer, text = label["who"], text[label.end() :]
+        elif gpu := _GPU.match(text):
+            self._writer = f"GPU {gpu[1]}"
+        writer = self._writer or before
+        bar = _BAR.search(text) if writer and "%" in text else None
+        if bar and len(self._bars) < MOST_KEPT:
+            of = bar["title"] or "in use", bar["total"] or "100", writer
+            self._bars[of] = int(bar["done"] or bar["use"]), line
+
+    def _end_bars(self) -> None:
+        """The one that is not at its end, of several, is told beside the verdict."""
+        for (title, total), bars in parties(
+            (bar[:2], bar) for bar in self._bars
+        ).items():
+            behind = [bar for bar in bars if self._bars[bar][0] < int(total)]
+            if len(bars) >= _LEAST_RANKS and len(behind) == 1:
+                done, line = self._bars[behind[0]]
+                text = f"{behind[0][2]} is at {done} ({shown(title)}), all others at {total}"
+                self._found.add(NOT_TOLD, Condition(HINT, text), line, own=False)
 
     def _end_cells(self) -> None:
         """One value apart from all others, which are equal, is told beside the verdict."""
@@ -257,14 +312,33 @@ class TableLines:
         command, pid = by_role.get("command", ""), by_role.get("pid", "")[:9]
         for pattern in (RANK_OF_COMMAND, LOCAL_RANK_OF_COMMAND):
             if found := pattern.search(command):
+                rank = int(found[1])
+                if pid.isdecimal() and len(self._found.listed) < MOST_KEPT:
+                    self._found.listed[int(pid)] = rank
                 if pid.isdecimal() and pattern is RANK_OF_COMMAND:
-                    self._found.note_pid(int(pid), int(found[1]))
-                return int(found[1])
-        return (
-            self._found.rank_of_pid.get(int(pid), NOT_TOLD)
-            if pid.isdecimal()
-            else NOT_TOLD
-        )
+                    self._found.note_pid(int(pid), rank)
+                return rank
+        known = self._found.listed | self._found.rank_of_pid
+        return known.get(int(pid), NOT_TOLD) if pid.isdecimal() else NOT_TOLD
+
+    def _take_process(self, line: Line) -> bool:
+        """Of each the last look; a process's threads follow it."""
+        told = _STATUS.match(line.text) or _PROCESS.match(line.text)
+        if told is None:
+            return False
+        row = told.groupdict("")
+        self._state, row["state"] = row["state"], row["state"] or self._state
+        rank, command = self._rank_of(row), row.get("command", "")
+        if rank == NOT_TOLD and "<defunct>" in command:
+            self._defunct = [*self._defunct[:1], line]
+        if rank == NOT_TOLD or not row["state"] or not row["pid"]:
+            return not command
+        before, self._process = self._process, (row["pid"], line.number)
+        known = self._processes.rows.get(rank, row)
+        if known["pid"] == row["pid"] and before != (row["pid"], line.number - 1):
+            self._processes.add(rank, row, line)
+            self._processes.is_of_a_hang |= self.is_of_a_hang(line)
+        return True
 
     def _take_keyed(self, line: Line) -> bool:
         rank = _KEYED_RANK.findall(line.text)
@@ -297,10 +371,30 @@ class TableLines:
             self._table.add(int(rank), {name: cell}, line)
         return True
 
+    def finish(self) -> None:
+        self.end_file()
+        self._end_bars()
+        rank = self._found.unlisted
+        if len(self._defunct) != 1 or rank == NOT_TOLD:
+            return
+        [line] = self._defunct
+        # A rank's child is its worker.
+        if set(line.text.split()).isdisjoint(map(str, self._found.listed)):
+            text = f"{line.text.strip()} (of the other processes none is rank {rank})"
+            self._tell([rank], TOLD_DEAD, line._replace(text=text), "")
+
+    def end_file(self) -> None:
+        self.end()
+        table, self._processes = self._processes, _Table(["state"])
+        self._judge(table)
+
     def end(self) -> None:
         """Judge the table that was read."""
         self._end_cells()
         table, self._table = self._table, _Table()
+        self._judge(table)
+
+    def _judge(self, table: _Table) -> None:
         if len(table.rows) < 2 or not _are_ranks(table.rows.keys()):
             return
         told = [*self._by_state(table)]
