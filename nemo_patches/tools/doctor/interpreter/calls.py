@@ -206,6 +206,8 @@ def _converts(call: Call) -> bool:
 def _mixed(call: Call) -> Abstract:
     value = mixed([call.owner, *call.args, *call.given.values()])
     keeps = call.last in knowledge.CONTAINERS
+    if call.last == "deepcopy":  # of a model before it is wrapped, mostly
+        value = value.without("ddp")
     return value if keeps else value.without("ddp", "fsdp", "metric")
 
 
@@ -218,7 +220,8 @@ def _of_items(call: Call) -> Abstract | None:
         item_of(each, text_of(inner))
         for each, inner in zip(call.args, call.node.args, strict=True)
     ]
-    if call.last == "zip":
+    if call.last == "zip":  # labels beside outputs are those of a batch
+        items = [each.without("named") for each in items]
         item = replace(mixed(items), parts=tuple(items))
         turns = [each.turns for each in call.args]
         return replace(value, count=min(turns, default=SAME), item=item)

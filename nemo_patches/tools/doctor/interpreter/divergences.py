@@ -46,7 +46,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     served_in,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
-from nemo_patches.tools.doctor.interpreter.values import VARIES
+from nemo_patches.tools.doctor.interpreter.values import SAME, VARIES
 from nemo_patches.tools.doctor.interpreter.way import (
     Caught,
     Decide,
@@ -301,7 +301,8 @@ class WaysCompared:
                 cause=Kind[kind].value,
                 line=line,
             )
-        yield from self._by_error()
+        errors = list(self._by_error())
+        yield from errors
         if not self._usual.events:
             return
         alone = functions.one_rank(self.reader, self.reader.definition)
@@ -318,8 +319,9 @@ class WaysCompared:
                 by_rank=bool(alone),
             )
             return
-        yield from self._by_rank()
-        yield from self._by_data()
+        for each in (*self._by_rank(), *self._by_data()):
+            if not (errors and each.exit.startswith("raise ")):  # that one is said
+                yield each
 
     @cached_property
     def _usual(self) -> Way:
@@ -379,7 +381,9 @@ class WaysCompared:
     def _is_gathered(self, condition: Decision) -> bool:
         """Whether it asks if there is any of what is gathered from all ranks behind it."""
         asked = _ANY_OF.fullmatch(condition.key)
-        known = condition.value.has("agreed") or condition.value.at is not None
+        value = condition.value
+        same = value.level == SAME and value.count == SAME  # a list of settings
+        known = same or value.has("agreed", "named") or value.at is not None
         gathered = self.reader.gathered.get(asked[1], 0) if asked and not known else 0
         return condition.line < gathered
 
@@ -465,8 +469,10 @@ class WaysCompared:
             if unlike:
                 yield self._parted(Kind.GRADIENTS, unlike, every[0], by_rank)
                 return
-        if every and not missing and not ended and reordered(way, other):
-            yield self._parted(Kind.ORDER, _made(way.events), every[0], by_rank)
+        if every and not missing and not ended:
+            made = _made(reordered(way, other))
+            if len({each.line for each in made}) > 1:  # not by one call of a helper
+                yield self._parted(Kind.ORDER, made, every[0], by_rank)
         for each in every:
             inside = [one for one in missing if each.around(one.made.line)]
             missing = [one for one in missing if one not in inside]

@@ -136,7 +136,7 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     owner = inner.ref if inner.has("instance") else owner
     method = reader.file.method(owner, node.attr)
     if method and is_property(method):
-        return call_helper(reader, method, None, node)
+        return call_helper(reader, method, None, node, of=inner)
     if isinstance(inner.ref, Definition):
         known = reader.file.attributes.get(inner.ref.name, {})
         if f"self.{node.attr}" in known:
@@ -179,6 +179,8 @@ def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
     if at or of_model or features:  # the number of features is the model's
         return Abstract(at=at)
     level = _level_at(value, constant)
+    if reader.by_rank(key):  # this rank's own
+        level = max(level, DATA)
     count = value.count if level == VARIES else None
     if value.has("dealt") and reader.by_rank(key):
         count = SAME if value.has("even") else VARIES
@@ -346,6 +348,9 @@ def visit_BinOp(reader: Interpreter, node: ast.BinOp) -> Abstract:
     operation = OPERATIONS.get(type(node.op))
     at = applied(operation, [each.at for each in sides], text_of(node))
     value = replace(mixed(sides), at=at).without("gradient")
+    if isinstance(node.op, ast.Add):  # of lists
+        counts = [each.count for each in sides if each.count is not None]
+        value = replace(value, count=max(counts, default=None))
     if any(each.has("set") for each in sides):
         value = value.tagged("set")
     by_rank = at is None and any(map(reader.by_rank, sides))

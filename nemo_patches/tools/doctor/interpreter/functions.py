@@ -72,8 +72,11 @@ def call_helper(
     called: Definition,
     call: calls.Call | None,
     node: ast.Call | ast.Attribute,
+    of: Abstract | None = None,
 ) -> Abstract:
-    """A helper of this file, read with what it is given. call: None of a property."""
+    """A helper of this file, read with what it is given. call: None of a property. of: the object
+    that it is a method of.
+    """
     if called in reader.file.being_read or manages(called):
         return Abstract(UNKNOWN)
     given = {} if call is None else given_by(called, call)
@@ -82,7 +85,10 @@ def call_helper(
         seen.setdefault(parameter, []).append(value)
     reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
     of_self = reader.owner is not None and called.owner is reader.owner
-    own = attributes_in(reader.env) if of_self else {}
+    fields = (of or Abstract()).entries
+    own = {f"self.{name}": each for name, each in fields}
+    if of_self:
+        own = attributes_in(reader.env)
     inner = _summary(reader, called, given, own)
     if one_rank(reader, called):
         return inner.returned
@@ -115,6 +121,8 @@ def call_helper(
             reader.agree_on(expression)
         if after.has("updated") and not before.has("updated"):
             reader.set(dotted(expression), after)
+    if called.owner and not of_self:
+        _keep_set(reader, called, inner)
     if of_self:
         own = attributes_in(inner.env)
         reader.env.update(own)
@@ -123,11 +131,33 @@ def call_helper(
     return inner.returned
 
 
+def _keep_set(reader: Interpreter, called: Definition, inner: Interpreter) -> None:
+    """What a method sets of an object: where some ranks alone call it, the others have the old
+    values.
+    """
+    assert called.owner is not None
+    env = {name: inner.env[name] for name in inner.set_here & inner.env.keys()}
+    apart = reader.apart and reader.file.calls[called.owner.name] < 2  # the only object
+    if apart or called.name.endswith(".__init__"):
+        kept = {
+            name: replace(each, level=VARIES, at=None).tagged("alone")
+            if apart
+            else each
+            for name, each in attributes_in(env).items()
+        }
+        reader.file.of_classes.append((called.owner.name, kept))
+
+
 def items_of(reader: Interpreter, own: Definition) -> Items:
     """What a function of this file makes, whatever it is given."""
+    made = read_alone(reader, own)
+    return made.items if made else []
+
+
+def read_alone(reader: Interpreter, own: Definition) -> Interpreter | None:
     if own in reader.file.being_read or reader.depth >= MOST_DEEP:
-        return []
-    return _summary(reader, own, {}, {}).items
+        return None
+    return _summary(reader, own, {}, {})
 
 
 def _summary(
@@ -137,7 +167,7 @@ def _summary(
     own: Mapping[str, Abstract],
 ) -> Interpreter:
     """Each is read once for what it is given."""
-    key = called, tuple(given.items()), tuple(own.items())
+    key = called, tuple(given.items()), tuple(own.items()), reader.apart
     if key not in reader.file.summaries:
         reader.file.summaries[key] = reader.read(called, given, own)
     inner: Interpreter = reader.file.summaries[key]

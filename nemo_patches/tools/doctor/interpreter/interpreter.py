@@ -194,7 +194,8 @@ class Interpreter:
         """A dict that has this key from now on, which only this rank may have."""
         if not whole.has("grows"):
             return whole
-        if key.level >= DATA or self.chosen == VARIES:
+        own = key.level >= DATA and not key.has("named")
+        if own or self.chosen == VARIES:
             return _of_own_keys(whole)
         return whole.tagged(f"{FILLED}{key.at[0] if key.at else ''}")
 
@@ -303,6 +304,8 @@ class Interpreter:
         value = self.of(node)
         asked = (ast.BoolOp, ast.UnaryOp, ast.NamedExpr, ast.Compare)
         named = isinstance(node, (ast.Name, ast.Attribute))
+        if named and value.has("alone") and value.level == VARIES:  # None elsewhere
+            return value.tagged("rank")
         if named and value.has("keyed") and value.level == DATA:  # any batch has some
             return replace(value, level=UNKNOWN).tagged("lacks")
         if named and value.has("taken"):  # whether all of it has been worked off
@@ -348,6 +351,7 @@ class Interpreter:
     ) -> Interpreter:
         env = {**self.file.start(called, given), **own}
         inner = Interpreter(self.visitors, self.file, called, env, self.depth + 1)
+        inner.apart = self.apart
         self.file.being_read.append(called)
         inner.block(called.node.body)
         self.file.being_read.pop()

@@ -108,7 +108,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     own = target if isinstance(target, Definition) else None
     if own and goes_on:
         if function_of(own):
-            return call_helper(reader, own, call, node)
+            return call_helper(reader, own, call, node, of=call.owner)
         if not call.function.has("instance"):
             return _make(reader, own, call)
     if isinstance(target, ast.Lambda) and goes_on:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Decision,
     Exit,
     Inlined,
+    Item,
     Items,
     Loop,
     Managed,
@@ -31,6 +33,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
 
 _LOOPS = ("for ", "while ")  # how their guards begin
 Guards = tuple[str, ...]  # the texts of the open conditions around something
+_ANY_ERROR = frozenset({"any", "Exception", "BaseException"})
 _ONCE: Guards = ("once",)  # a loop that its first turn leaves
 Decide = Callable[[Decision], Any]  # True, False, or an Open text
 # Of an event: what it pairs with, its guards, and those under which it is not come to.
@@ -89,6 +92,7 @@ class Way:
     _outside: list[Inlined | None] = field(
         default_factory=list
     )  # of the calls in each other
+    _caught: list[str] = field(default_factory=list)  # what handlers around take
     _nothing: set[str] = field(default_factory=set)  # names without a gradient
 
     def follow(self, items: Items) -> BlockEnd | None:
@@ -124,9 +128,20 @@ class Way:
         self.messages.append((item, certain, loops))
 
     def _exit(self, item: Exit) -> BlockEnd | None:
-        if not self._call and item.end is not BlockEnd.RAISE:
+        caught = self._is_caught(item)
+        if caught or (not self._call and item.end is not BlockEnd.RAISE):
             self._leave_by(item.text or item.end.value, item.line)
+        if caught:
+            self._leave(item.end)
         return item.end
+
+    def _is_caught(self, item: Item) -> bool:
+        """Whether this rank goes on behind an error that is raised here."""
+        words = item.text.split() if isinstance(item, Exit) else []
+        names = _ANY_ERROR.union(words[1:])
+        return words[:1] == ["raise"] and any(
+            not names.isdisjoint(re.findall(r"[\w.]+", each)) for each in self._caught
+        )
 
     def _leave_by(self, text: str, line: int, sets: bool = False) -> None:
         self.exits.append(WayOut(text, line, sets, self._guards))
@@ -146,7 +161,8 @@ class Way:
             self.raised = self.raised or always
             return end
         for side, other in ((item.yes, item.no), (item.no, item.yes)):
-            if _only_raises(side):  # a rank that goes on is on the other one
+            # A rank that goes on is on the other one.
+            if _only_raises(side) and not self._is_caught(side[-1]):
                 return self.follow(other)
         yes = self._perhaps(item.yes, decided)
         no = self._perhaps(item.no, negated(decided))
@@ -214,13 +230,25 @@ class Way:
         if self.caught is not None and self.caught[0] is item:
             end = self._error(item)
         else:
-            end = self.follow(item.body)
-            if end is None:
-                end = self.follow(item.orelse)
-            elif end is BlockEnd.RAISE and item.handlers:  # it may be caught
-                end = None
+            end = self._with_handlers(item)
         last = self.follow(item.final)
         return last if last is not None else end
+
+    def _with_handlers(self, item: Tried) -> BlockEnd | None:
+        outer = self._caught
+        before = self._left.get(BlockEnd.RAISE, ())
+        if self.decide is not undecided:
+            taken = [one.text for one, each in item.handlers if not _raises(each)]
+            self._caught = [*outer, *taken]
+        end = self.follow(item.body)
+        if end is None:
+            end = self.follow(item.orelse)
+        elif end is BlockEnd.RAISE and item.handlers:  # it may be caught
+            end = None
+        self._caught = outer
+        if item.handlers:
+            self._left = {**self._left, BlockEnd.RAISE: before}
+        return end
 
     def _error(self, item: Tried) -> BlockEnd | None:
         """Follow the handler, after the collectives of the block or those of its first call."""
@@ -250,7 +278,7 @@ class Way:
         self._call = call
         if item.manages:
             return end
-        self._left = left
+        self._left = {**left, BlockEnd.RAISE: self._left.get(BlockEnd.RAISE, ())}
         return end if end is BlockEnd.RAISE else None
 
     def _managed(self, item: Managed) -> BlockEnd | None:
@@ -263,10 +291,13 @@ class Way:
         return end
 
 
-def _only_raises(items: Items) -> bool:
+def _raises(items: Items) -> bool:
     last = items[-1] if items else None
-    raises = isinstance(last, Exit) and last.end is BlockEnd.RAISE
-    return raises and not any(of_kind(items, Collective))
+    return isinstance(last, Exit) and last.end is BlockEnd.RAISE
+
+
+def _only_raises(items: Items) -> bool:
+    return _raises(items) and not any(of_kind(items, Collective))
 
 
 def _comes_before(made: Collective, item: Tried, early: bool) -> bool:
@@ -335,12 +366,20 @@ def _surplus(
             yield each
 
 
-def reordered(way: Way, other: Way) -> bool:
-    """Whether both make the same collectives in another order, none of them in a branch."""
-    own = [each.key for each in way.events]
-    theirs = [each.key for each in other.events]
-    is_open = any(each.guards or each.after for each in way.events)
-    return own != theirs and Counter(own) == Counter(theirs) and not is_open
+def reordered(way: Way, other: Way) -> list[Event]:
+    """Those that come in another order, if both make the same collectives and none of these is in
+    a branch.
+    """
+    unlike = [
+        pair
+        for pair in zip(way.events, other.events, strict=False)
+        if pair[0].key != pair[1].key
+    ]
+    same = Counter(each.key for each in way.events) == Counter(
+        each.key for each in other.events
+    )
+    is_open = any(each.guards or each.after for pair in unlike for each in pair)
+    return [one for one, _ in unlike] if same and not is_open else []
 
 
 def undecided(condition: Decision) -> Any:
