@@ -89,6 +89,8 @@ def _known(call: Call) -> Abstract | None:
         last_part(call.origin) == "islice" and _of_rank(call)
     ):
         return _dealt(call)
+    if call.owner.has("instance") and call.last in knowledge.CONTAINERS:
+        return call.owner  # model.cuda()
     if re.match(knowledge.METRICS, call.origin):
         without = [each.arg for each in node.keywords if constant(each.value) is False]
         return tagged("one device" if "sync_on_compute" in without else "metric")
@@ -175,6 +177,8 @@ def _by_name(call: Call) -> Abstract:
     ):
         new = [] if "requires_grad" in call.given else ["new"]
         value = value.tagged("nothing", *new)
+    if re.match(knowledge.LAYERS, call.origin):
+        value = value.tagged(f"layer at {node.lineno}:{node.col_offset}")
     if last_part(call.origin) in knowledge.DICTS:
         value = value.tagged("grows")
     if call.name == "dict" or call.last[:1].isupper():

@@ -41,6 +41,7 @@ from nemo_patches.tools.doctor.syntax import (
 
 MOST_DEEP = 6  # helpers that call each other
 _MOST_OF_A_HELPER = 200  # items, with those of its own helpers
+_NO_OBJECT = Abstract()
 _SOME_COLLECTIVE = "torch.distributed.barrier"  # for what a decorator is given
 
 
@@ -72,7 +73,7 @@ def call_helper(
     called: Definition,
     call: calls.Call | None,
     node: ast.Call | ast.Attribute,
-    of: Abstract | None = None,
+    of: Abstract = _NO_OBJECT,
 ) -> Abstract:
     """A helper of this file, read with what it is given. call: None of a property. of: the object
     that it is a method of.
@@ -85,11 +86,9 @@ def call_helper(
         seen.setdefault(parameter, []).append(value)
     reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
     of_self = reader.owner is not None and called.owner is reader.owner
-    fields = (of or Abstract()).entries
-    own = {f"self.{name}": each for name, each in fields}
-    if of_self:
-        own = attributes_in(reader.env)
-    inner = _summary(reader, called, given, own)
+    own = attributes_in(reader.env) if of_self else {}
+    fields = {f"self.{name}": each for name, each in of.entries}
+    inner = _summary(reader, called, {**fields, **given}, own)
     if one_rank(reader, called):
         return inner.returned
     if inner.items and not inner.yields:
@@ -122,7 +121,7 @@ def call_helper(
         if after.has("updated") and not before.has("updated"):
             reader.set(dotted(expression), after)
     if called.owner and not of_self:
-        _keep_set(reader, called, inner)
+        _keep_set(reader, called.owner, inner)
     if of_self:
         own = attributes_in(inner.env)
         reader.env.update(own)
@@ -131,21 +130,19 @@ def call_helper(
     return inner.returned
 
 
-def _keep_set(reader: Interpreter, called: Definition, inner: Interpreter) -> None:
+def _keep_set(reader: Interpreter, owner: Definition, inner: Interpreter) -> None:
     """What a method sets of an object: where some ranks alone call it, the others have the old
     values.
     """
-    assert called.owner is not None
-    env = {name: inner.env[name] for name in inner.set_here & inner.env.keys()}
-    apart = reader.apart and reader.file.calls[called.owner.name] < 2  # the only object
-    if apart or called.name.endswith(".__init__"):
+    apart = reader.apart and reader.file.calls[owner.name] < 2  # the only object
+    if apart or inner.definition.name.endswith(".__init__"):
         kept = {
             name: replace(each, level=VARIES, at=None).tagged("alone")
             if apart
             else each
-            for name, each in attributes_in(env).items()
+            for name, each in inner.attributes_set.items()
         }
-        reader.file.of_classes.append((called.owner.name, kept))
+        reader.file.of_classes.append((owner.name, kept))
 
 
 def items_of(reader: Interpreter, own: Definition) -> Items:
@@ -167,7 +164,8 @@ def _summary(
     own: Mapping[str, Abstract],
 ) -> Interpreter:
     """Each is read once for what it is given."""
-    key = called, tuple(given.items()), tuple(own.items()), reader.apart
+    context = reader.apart, reader.trained
+    key = called, tuple(given.items()), tuple(own.items()), context
     if key not in reader.file.summaries:
         reader.file.summaries[key] = reader.read(called, given, own)
     inner: Interpreter = reader.file.summaries[key]

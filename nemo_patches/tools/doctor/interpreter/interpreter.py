@@ -113,6 +113,8 @@ class Interpreter:
             and not depth
         )
         hook = last_part(definition.name)
+        # Whether its layers are called for a backward pass.
+        self.trained = hook == "forward" or definition.owner is None
         of_trainer = hook in knowledge.HOOKS and definition.owner is not None
         self.in_hook = of_trainer and (hook == "__del__" or "trains" in file.subjects)
 
@@ -126,6 +128,11 @@ class Interpreter:
             tags = frozenset({"loader", "generator"})
             return Abstract(DATA, count=count, tags=tags, ref=self.definition)
         return self.env.get("return") or self.file.constant(None)
+
+    @property
+    def attributes_set(self) -> Environment:
+        names = self.set_here & self.env.keys()
+        return {each: self.env[each] for each in names if each.startswith("self.")}
 
     def block(self, body: Sequence[ast.stmt]) -> BlockEnd | None:
         """Returns how it ends; None where it goes on."""
@@ -352,6 +359,7 @@ class Interpreter:
         env = {**self.file.start(called, given), **own}
         inner = Interpreter(self.visitors, self.file, called, env, self.depth + 1)
         inner.apart = self.apart
+        inner.trained = self.trained
         self.file.being_read.append(called)
         inner.block(called.node.body)
         self.file.being_read.pop()

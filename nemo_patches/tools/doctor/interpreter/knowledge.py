@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from nemo_patches.tools.doctor.syntax import words
@@ -89,7 +90,15 @@ ON_DDP = (
     "the model has buffers, which are broadcast at each call",
 )
 NOT_FOR_BACKWARD = "whose result is not used, so that no gradients are reduced"
+# Layers with parameters, and what is said of a call of theirs.
+LAYERS = (
+    r"torch\.nn\.\w*(Attention|Conv\dd|Embedding|GRU|LSTM|Linear|Norm\w*|Sequential"
+    r"|Transformer\w*)$"
+)
+LAYER_AT = re.compile("layer at ")  # a tag: and where it is made
+WEIGHTS = "for whose gradients DDP waits"
 LOG_SYNCED = "which reduces over all ranks by sync_dist"
+LISTED = "which a metric gathers from all ranks, item by item"
 LOG_OF_METRIC = "which gathers a metric from all ranks"
 _OF_ALL = "which every rank must set, or none"
 SHARED_SETTINGS = dict.fromkeys(

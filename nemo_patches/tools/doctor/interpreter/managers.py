@@ -66,12 +66,11 @@ def _with(
     with reader.inside() as body:
         end = _with(reader, node, inner)
     reader.unsynced, reader.joined, reader.held = outer
-    called = getattr(item.context_expr, "func", node)
-    if last_part(dotted(called)) in knowledge.FIRST and any(of_kind(body, Collective)):
-        first = reader.file.source("is_main_process")
-        assert first is not None
+    name = dotted(getattr(item.context_expr, "func", node))
+    if last_part(name) in knowledge.FIRST and any(of_kind(body, Collective)):
+        first = reader.of(ast.Name("is_main_process"))
         asked = reader.decided_by(item.context_expr, first, node)
-        waits = Collective(dotted(called), "barrier", node.lineno)
+        waits = Collective(name, "barrier", node.lineno)
         body = [Branch(asked, [*body, waits], [waits, *body])]
     reader.items += body
     return end

@@ -60,7 +60,7 @@ _SUBJECTS = {
     "parallel": knowledge.IN_PARALLEL,
     "sharded": knowledge.SHARDING,
     "transformers": {"transformers"},
-    "zero": {"zero_optimization"},
+    "zero": {"DeepSpeedPlugin", "zero_optimization"},
 }
 _NAMING = (
     "id",
@@ -116,7 +116,7 @@ class SourceFile:
         }
         if _averages_gradients(tree) and not self.mentioned & knowledge.REDUCING:
             self.subjects.discard("parallel")
-        if _shards_parameters(tree, in_dict="zero" in self.subjects):
+        if "zero" in self.subjects and _shards_parameters(tree):
             self.subjects.add("zero 3")
         packages = _packages(tree)
         self.imported = packages - {""}
@@ -162,6 +162,8 @@ class SourceFile:
                 if name not in ("SIG_DFL", "SIG_IGN"):
                     self.signalled.add(name)
                     self.handles_alarm |= dotted(each.args[0]).endswith("ALRM")
+        # Whether DDP waits for the gradient of each parameter of a class of this file.
+        self.used_whole = False
         self.calls = Counter(dotted(each.func) for each in nodes(tree, ast.Call))
         self.work = 0
 
@@ -233,6 +235,7 @@ class SourceFile:
         are called.
         """
         env = dict(self.env if definition.outer is None else definition.outer)
+        env.update(given)
         for each in reversed(self.bases(definition.owner)[0]):
             env.update(self.attributes.get(each.name, {}))
         reduced = frozenset[str]()  # what a trainer's callback is given
@@ -282,9 +285,7 @@ class SourceFile:
         for each in given:
             if self.members.differ(each.at) or each.has("alone"):
                 return each
-        called = value
-        for each in given:
-            called = joined(each, called) if called is not value else each
+        called = reduce(joined, given or [value])
         if value.level == DATA:
             # What a name says counts less than what all ranks agreed on.
             return called if called.has("agreed", "keyed") else value
@@ -320,7 +321,7 @@ class SourceFile:
             return Abstract(level, tags=frozenset({*tags, "instance"}), ref=of)
         if tensor and not sounds_like_data(name):
             tags.add("any size")
-        if parts_of(name) & knowledge.TEXTS and not tensor:
+        if parts_of(name) & (knowledge.TEXTS | knowledge.OF_SETTINGS) and not tensor:
             tags.add("named")
         if level == DATA and optional:
             tags.add("optional")
@@ -447,12 +448,12 @@ def _averages_gradients(tree: ast.Module) -> bool:
     )
 
 
-def _shards_parameters(tree: ast.Module, *, in_dict: bool) -> bool:
+def _shards_parameters(tree: ast.Module) -> bool:
     """Whether the file asks for ZeRO's stage 3, in a config or by an argument."""
     asked: list[tuple[object, ast.expr]] = [
         (each.arg, each.value) for each in nodes(tree, ast.keyword)
     ]
-    for each in nodes(tree, ast.Dict) if in_dict else ():
+    for each in nodes(tree, ast.Dict):
         asked += [
             (constant(key), value)
             for key, value in zip(each.keys, each.values, strict=True)

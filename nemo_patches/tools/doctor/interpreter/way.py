@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from nemo_patches.tools.doctor.interpreter.members import Open, negated, truths
@@ -38,8 +39,17 @@ _ONCE: Guards = ("once",)  # a loop that its first turn leaves
 Decide = Callable[[Decision], Any]  # True, False, or an Open text
 # Of an event: what it pairs with, its guards, and those under which it is not come to.
 Key = tuple[str, Guards, frozenset[Guards]]
-# The block, which of its handlers, and whether the error came before all but its first call.
-Caught = tuple[Tried, int, bool]
+
+
+class Moment(Enum):
+    """When an error comes: behind all of a block, behind its first call, or where it is raised."""
+
+    LATE = 0
+    EARLY = 1
+    RAISED = 2
+
+
+Caught = tuple[Tried, int, Moment]  # the block, which of its handlers, and when
 
 
 @dataclass(frozen=True)
@@ -86,13 +96,16 @@ class Way:
     messages: list[tuple[PeerMessage, bool, Guards]] = field(default_factory=list)
     endless: list[Decision] = field(default_factory=list)
     raised: bool = False
+    thrown: tuple[Guards, ...] = ()  # the tests around the raises that a handler takes
     _guards: Guards = ()
-    _left: Mapping[BlockEnd, tuple[Guards, ...]] = field(default_factory=dict)
+    _left: Mapping[BlockEnd, tuple[Guards, ...]] = field(
+        default_factory=lambda: {BlockEnd.RAISE: ()}
+    )
     _call: Inlined | None = None
     _outside: list[Inlined | None] = field(
         default_factory=list
     )  # of the calls in each other
-    _caught: list[str] = field(default_factory=list)  # what handlers around take
+    _taken: Sequence[str] = ()  # the names of the errors that a handler takes
     _nothing: set[str] = field(default_factory=set)  # names without a gradient
 
     def follow(self, items: Items) -> BlockEnd | None:
@@ -128,20 +141,17 @@ class Way:
         self.messages.append((item, certain, loops))
 
     def _exit(self, item: Exit) -> BlockEnd | None:
-        caught = self._is_caught(item)
-        if caught or (not self._call and item.end is not BlockEnd.RAISE):
-            self._leave_by(item.text or item.end.value, item.line)
-        if caught:
+        if self._is_caught(item):
             self._leave(item.end)
+        elif not self._call and item.end is not BlockEnd.RAISE:
+            self._leave_by(item.text or item.end.value, item.line)
         return item.end
 
     def _is_caught(self, item: Item) -> bool:
-        """Whether this rank goes on behind an error that is raised here."""
+        """Whether it raises what the handler takes that is asked about."""
         words = item.text.split() if isinstance(item, Exit) else []
-        names = _ANY_ERROR.union(words[1:])
-        return words[:1] == ["raise"] and any(
-            not names.isdisjoint(re.findall(r"[\w.]+", each)) for each in self._caught
-        )
+        taken = _ANY_ERROR.union(words[1:])
+        return words[:1] == ["raise"] and not taken.isdisjoint(self._taken)
 
     def _leave_by(self, text: str, line: int, sets: bool = False) -> None:
         self.exits.append(WayOut(text, line, sets, self._guards))
@@ -230,40 +240,39 @@ class Way:
         if self.caught is not None and self.caught[0] is item:
             end = self._error(item)
         else:
-            end = self._with_handlers(item)
+            end = self.follow(item.body)
+            if end is None:
+                end = self.follow(item.orelse)
+            elif end is BlockEnd.RAISE and item.handlers:  # it may be caught
+                end = None
         last = self.follow(item.final)
         return last if last is not None else end
 
-    def _with_handlers(self, item: Tried) -> BlockEnd | None:
-        outer = self._caught
-        before = self._left.get(BlockEnd.RAISE, ())
-        if self.decide is not undecided:
-            taken = [one.text for one, each in item.handlers if not _raises(each)]
-            self._caught = [*outer, *taken]
-        end = self.follow(item.body)
-        if end is None:
-            end = self.follow(item.orelse)
-        elif end is BlockEnd.RAISE and item.handlers:  # it may be caught
-            end = None
-        self._caught = outer
-        if item.handlers:
-            self._left = {**self._left, BlockEnd.RAISE: before}
-        return end
-
     def _error(self, item: Tried) -> BlockEnd | None:
-        """Follow the handler, after the collectives of the block or those of its first call."""
+        """Follow the handler, after the collectives of the block that come before the error."""
         assert self.caught is not None
-        _, number, early = self.caught
+        _, number, when = self.caught
+        condition, handler = item.handlers[number]
+        taken = re.findall(r"[\w.]+", condition.text) if when is Moment.RAISED else ()
         tried = replace(
-            self, events=[], exits=[], unseen=set(), _nothing=set(self._nothing)
+            self,
+            events=[],
+            exits=[],
+            unseen=set(),
+            _nothing=set(self._nothing),
+            _taken=taken,
         )
         tried.follow(item.body)
         self.raised = tried.raised
+        self.thrown = tried._left.get(BlockEnd.RAISE, ())
         self.events += [
-            each for each in tried.events if _comes_before(each.made, item, early)
+            each
+            for each in tried.events
+            if each.after.isdisjoint(self.thrown)
+            and _comes_before(each.made, item, when)
         ]
         before = self._left
-        end = self.follow(item.handlers[number][1])
+        end = self.follow(handler)
         self.raised = self.raised or (end is BlockEnd.RAISE and self._left == before)
         return end
 
@@ -291,20 +300,17 @@ class Way:
         return end
 
 
-def _raises(items: Items) -> bool:
-    last = items[-1] if items else None
-    return isinstance(last, Exit) and last.end is BlockEnd.RAISE
-
-
 def _only_raises(items: Items) -> bool:
-    return _raises(items) and not any(of_kind(items, Collective))
+    last = items[-1] if items else None
+    raises = isinstance(last, Exit) and last.end is BlockEnd.RAISE
+    return raises and not any(of_kind(items, Collective))
 
 
-def _comes_before(made: Collective, item: Tried, early: bool) -> bool:
+def _comes_before(made: Collective, item: Tried, when: Moment) -> bool:
     """Whether a collective of a block was made when its error came."""
     if made.name == "the backward pass":
         return False
-    if not early:
+    if when is not Moment.EARLY:
         return True
     # Of a helper's calls it is not known which one fails; a backward pass has another before it.
     by_helper = made.place is not None and made.place[0] != made.line
