@@ -238,8 +238,8 @@ DATA_NAMES = words("""
     transcripts wav wavs waveform waveforms x xs y results
     """)
 OTHER_NAMES = words("""
-    by cfg config dataloader dim dir dtype fn func id idx index key kind limit loader max min mode
-    name nb num only path rate scale size step type weight weights use with is has return no
+    by cfg config dataloader dim dir dl dtype fn func id idx index key kind limit loader max min
+    mode name nb num only path rate scale size step type weight weights use with is has return no
     """)
 # What a logger runs at each record, by what it is added by, and what makes records.
 HANDLERS = {"addFilter": "filter", "addHandler": "emit", "basicConfig": "emit"}
