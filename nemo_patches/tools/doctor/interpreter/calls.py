@@ -89,6 +89,8 @@ def _known(call: Call) -> Abstract | None:
         last_part(call.origin) == "islice" and _of_rank(call)
     ):
         return _dealt(call)
+    if call.owner.has("instance") and call.last in knowledge.CONTAINERS:
+        return call.owner  # model.cuda()
     if re.match(knowledge.METRICS, call.origin):
         without = [each.arg for each in node.keywords if constant(each.value) is False]
         return tagged("one device" if "sync_on_compute" in without else "metric")
@@ -175,6 +177,8 @@ def _by_name(call: Call) -> Abstract:
     ):
         new = [] if "requires_grad" in call.given else ["new"]
         value = value.tagged("nothing", *new)
+    if re.match(knowledge.LAYERS, call.origin):
+        value = value.tagged(f"layer at {node.lineno}:{node.col_offset}")
     if last_part(call.origin) in knowledge.DICTS:
         value = value.tagged("grows")
     if call.name == "dict" or call.last[:1].isupper():
@@ -206,6 +210,8 @@ def _converts(call: Call) -> bool:
 def _mixed(call: Call) -> Abstract:
     value = mixed([call.owner, *call.args, *call.given.values()])
     keeps = call.last in knowledge.CONTAINERS
+    if call.last == "deepcopy":  # of a model before it is wrapped, mostly
+        value = value.without("ddp")
     return value if keeps else value.without("ddp", "fsdp", "metric")
 
 
@@ -218,7 +224,8 @@ def _of_items(call: Call) -> Abstract | None:
         item_of(each, text_of(inner))
         for each, inner in zip(call.args, call.node.args, strict=True)
     ]
-    if call.last == "zip":
+    if call.last == "zip":  # labels beside outputs are those of a batch
+        items = [each.without("named") for each in items]
         item = replace(mixed(items), parts=tuple(items))
         turns = [each.turns for each in call.args]
         return replace(value, count=min(turns, default=SAME), item=item)

@@ -83,7 +83,8 @@ def _subjects(call: Call) -> frozenset[str]:
     named = call.origin if call.origin.startswith("super()") else call.name
     full = "self" if named == "self" else named.rpartition(".")[0]
     holder = last_part(full)
-    parts = {f"@{each}" for each in holder.lower().split("_")}
+    words = re.findall("[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", holder)
+    parts = {f"@{each.lower()}" for each in words}
     return frozenset(
         {f"={full}", f"@{holder}", *parts, *call.owner.tags, *call.subjects}
     )

@@ -23,7 +23,7 @@ from nemo_patches.tools.doctor.interpreter import (
     statements,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter, Visitors
-from nemo_patches.tools.doctor.interpreter.members import truths
+from nemo_patches.tools.doctor.interpreter.members import negated, truths
 from nemo_patches.tools.doctor.interpreter.names import is_loader
 from nemo_patches.tools.doctor.interpreter.peer_messages import (
     Correspondence,
@@ -51,6 +51,8 @@ from nemo_patches.tools.doctor.interpreter.way import (
     Caught,
     Decide,
     Event,
+    Guards,
+    Moment,
     Way,
     difference,
     either,
@@ -160,7 +162,8 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
     known: object = None
     for _ in range(_MOST_ROUNDS):
         read = _read(file)
-        if known == file.attributes or (known is not None and file.work > _MUCH_WORK):
+        is_known = known == file.attributes and not file.used_whole
+        if is_known or (known is not None and file.work > _MUCH_WORK):
             break
         known = file.attributes
     said: dict[ast.AST, set[object]] = {}  # an inherited method is read again
@@ -194,12 +197,7 @@ def _read(file: SourceFile) -> list[Interpreter]:
             file.set_to.setdefault(last_part(definition.name), []).append(
                 reader.returned
             )
-            here = {
-                key: reader.env[key]
-                for key in reader.set_here & reader.env.keys()
-                if key.startswith("self.")
-            }
-            file.of_classes.append((definition.owner.name, here))
+            file.of_classes.append((definition.owner.name, reader.attributes_set))
     file.attributes = {}
     for of_class, known in file.of_classes:
         file.keep_attributes(of_class, known)
@@ -379,7 +377,8 @@ class WaysCompared:
     def _is_gathered(self, condition: Decision) -> bool:
         """Whether it asks if there is any of what is gathered from all ranks behind it."""
         asked = _ANY_OF.fullmatch(condition.key)
-        known = condition.value.has("agreed") or condition.value.at is not None
+        value = condition.value
+        known = value.has("agreed", "named") or value.at is not None
         gathered = self.reader.gathered.get(asked[1], 0) if asked and not known else 0
         return condition.line < gathered
 
@@ -426,9 +425,10 @@ class WaysCompared:
                 if condition.value.level != VARIES or tried.harmless:
                     continue
                 missing: list[Event] = []
-                for early in (False, True):
-                    way = self._follow(undecided, (tried, number, early))
-                    missing = missing or difference(self._usual, way)
+                for when in Moment:
+                    way = self._follow(undecided, (tried, number, when))
+                    if when is not Moment.RAISED or self._differ_in(way.thrown):
+                        missing = missing or difference(self._usual, way)
                 if missing:
                     yield Divergence(
                         function=self.name,
@@ -437,6 +437,15 @@ class WaysCompared:
                         cause=condition.text,
                         line=condition.line,
                     )
+
+    def _differ_in(self, thrown: Iterable[Guards]) -> bool:
+        """Whether ranks differ in the tests around a raise."""
+        return any(
+            each.key in one or negated(each.key) in one
+            for each in self.conditions
+            if each.value.level == VARIES or self.reader.by_rank(each.value)
+            for one in thrown
+        )
 
     def _compared(
         self,
@@ -448,10 +457,14 @@ class WaysCompared:
         guess: str = "",
     ) -> Iterator[Divergence]:
         """What two ways through it differ in. conditions: those that make them."""
+        # A layer that is called at all has a gradient.
+        used = [{each.made.pairs_with for each in one.events} for one in (way, other)]
+        called = {each for each in used[0] & used[1] if knowledge.LAYER_AT.match(each)}
         missing = [
             each
             for each in difference(way, other)
             if each.made.name not in self.reader.settled
+            and each.made.pairs_with not in called
         ]
         if by_rank:
             missing = _not_served(way, other, missing)
@@ -465,8 +478,10 @@ class WaysCompared:
             if unlike:
                 yield self._parted(Kind.GRADIENTS, unlike, every[0], by_rank)
                 return
-        if every and not missing and not ended and reordered(way, other):
-            yield self._parted(Kind.ORDER, _made(way.events), every[0], by_rank)
+        if every and not missing and not ended:
+            made = _made(reordered(way, other))
+            if len({each.line for each in made}) > 1:  # not by one call of a helper
+                yield self._parted(Kind.ORDER, made, every[0], by_rank)
         for each in every:
             inside = [one for one in missing if each.around(one.made.line)]
             missing = [one for one in missing if one not in inside]

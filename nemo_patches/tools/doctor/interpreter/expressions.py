@@ -42,6 +42,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     UNKNOWN,
     VARIES,
     Abstract,
+    joined,
     mixed,
     tagged,
 )
@@ -136,7 +137,7 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     owner = inner.ref if inner.has("instance") else owner
     method = reader.file.method(owner, node.attr)
     if method and is_property(method):
-        return call_helper(reader, method, None, node)
+        return call_helper(reader, method, None, node, of=inner)
     if isinstance(inner.ref, Definition):
         known = reader.file.attributes.get(inner.ref.name, {})
         if f"self.{node.attr}" in known:
@@ -151,7 +152,7 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     if node.attr == "shape" and inner.level:
         return tagged("shape", level=VARIES)
     wrapped = reader.file.wrapped.get(node.attr, frozenset[str]())
-    tags = wrapped | inner.tags & {"@engine", "alone", "file", "object"}
+    tags = wrapped | inner.tags & {"@engine", "alone", "file", "named", "object"}
     level = inner.level
     count = UNKNOWN if parts_of(node.attr) & knowledge.LOADERS else None
     kept = sounds_like_data(node.attr) or parts_of(name) & knowledge.HOLDING
@@ -180,8 +181,11 @@ def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
         return Abstract(at=at)
     level = _level_at(value, constant)
     count = value.count if level == VARIES else None
-    if value.has("dealt") and reader.by_rank(key):
-        count = SAME if value.has("even") else VARIES
+    if reader.by_rank(key):  # this rank's own
+        level = max(level, DATA)
+        count = UNKNOWN
+        if value.has("dealt"):
+            count = SAME if value.has("even") else VARIES
     tags = value.tags & (knowledge.CARRIED | {"agreed"})
     return Abstract(level, tags=tags, count=count)
 
@@ -346,6 +350,8 @@ def visit_BinOp(reader: Interpreter, node: ast.BinOp) -> Abstract:
     operation = OPERATIONS.get(type(node.op))
     at = applied(operation, [each.at for each in sides], text_of(node))
     value = replace(mixed(sides), at=at).without("gradient")
+    if isinstance(node.op, ast.Add):  # of lists
+        value = replace(value, count=joined(*sides).count)
     if any(each.has("set") for each in sides):
         value = value.tagged("set")
     by_rank = at is None and any(map(reader.by_rank, sides))
@@ -384,8 +390,8 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
     constants = [each.value for each in sides if isinstance(each, ast.Constant)]
     first = dotted(getattr(sides[0], "target", sides[0]))
     if None in constants and _may_lack(values[0], first):
-        lacks = mixed([Abstract(VARIES), replace(values[0], level=VARIES)])
-        lacks = lacks.tagged("rank") if values[0].has("alone") else lacks
+        lacks = mixed([replace(values[0], level=VARIES)])
+        lacks = lacks.tagged("rank") if lacks.has("alone") else lacks
         return replace(lacks, count=values[0].count)
     at = _compared(reader, node, values)
     if at is not None:

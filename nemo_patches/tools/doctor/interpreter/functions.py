@@ -41,6 +41,7 @@ from nemo_patches.tools.doctor.syntax import (
 
 MOST_DEEP = 6  # helpers that call each other
 _MOST_OF_A_HELPER = 200  # items, with those of its own helpers
+_NO_OBJECT = Abstract()
 _SOME_COLLECTIVE = "torch.distributed.barrier"  # for what a decorator is given
 
 
@@ -72,8 +73,11 @@ def call_helper(
     called: Definition,
     call: calls.Call | None,
     node: ast.Call | ast.Attribute,
+    of: Abstract = _NO_OBJECT,
 ) -> Abstract:
-    """A helper of this file, read with what it is given. call: None of a property."""
+    """A helper of this file, read with what it is given. call: None of a property. of: the object
+    that it is a method of.
+    """
     if called in reader.file.being_read or manages(called):
         return Abstract(UNKNOWN)
     given = {} if call is None else given_by(called, call)
@@ -83,7 +87,8 @@ def call_helper(
     reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
     of_self = reader.owner is not None and called.owner is reader.owner
     own = attributes_in(reader.env) if of_self else {}
-    inner = _summary(reader, called, given, own)
+    fields = {f"self.{name}": each for name, each in of.entries}
+    inner = _summary(reader, called, {**fields, **given}, own)
     if one_rank(reader, called):
         return inner.returned
     if inner.items and not inner.yields:
@@ -115,6 +120,8 @@ def call_helper(
             reader.agree_on(expression)
         if after.has("updated") and not before.has("updated"):
             reader.set(dotted(expression), after)
+    if called.owner and not of_self:
+        _keep_set(reader, called.owner, inner)
     if of_self:
         own = attributes_in(inner.env)
         reader.env.update(own)
@@ -123,11 +130,31 @@ def call_helper(
     return inner.returned
 
 
+def _keep_set(reader: Interpreter, owner: Definition, inner: Interpreter) -> None:
+    """What a method sets of an object: where some ranks alone call it, the others have the old
+    values.
+    """
+    apart = reader.apart and reader.file.calls[owner.name] < 2  # the only object
+    if apart or inner.definition.name.endswith(".__init__"):
+        kept = {
+            name: replace(each, level=VARIES, at=None).tagged("alone")
+            if apart
+            else each
+            for name, each in inner.attributes_set.items()
+        }
+        reader.file.of_classes.append((owner.name, kept))
+
+
 def items_of(reader: Interpreter, own: Definition) -> Items:
     """What a function of this file makes, whatever it is given."""
+    made = read_alone(reader, own)
+    return made.items if made else []
+
+
+def read_alone(reader: Interpreter, own: Definition) -> Interpreter | None:
     if own in reader.file.being_read or reader.depth >= MOST_DEEP:
-        return []
-    return _summary(reader, own, {}, {}).items
+        return None
+    return _summary(reader, own, {}, {})
 
 
 def _summary(
@@ -137,7 +164,8 @@ def _summary(
     own: Mapping[str, Abstract],
 ) -> Interpreter:
     """Each is read once for what it is given."""
-    key = called, tuple(given.items()), tuple(own.items())
+    context = reader.apart, reader.trained
+    key = called, tuple(given.items()), tuple(own.items()), context
     if key not in reader.file.summaries:
         reader.file.summaries[key] = reader.read(called, given, own)
     inner: Interpreter = reader.file.summaries[key]

@@ -113,6 +113,8 @@ class Interpreter:
             and not depth
         )
         hook = last_part(definition.name)
+        # Whether its layers are called for a backward pass.
+        self.trained = hook == "forward" or definition.owner is None
         of_trainer = hook in knowledge.HOOKS and definition.owner is not None
         self.in_hook = of_trainer and (hook == "__del__" or "trains" in file.subjects)
 
@@ -126,6 +128,11 @@ class Interpreter:
             tags = frozenset({"loader", "generator"})
             return Abstract(DATA, count=count, tags=tags, ref=self.definition)
         return self.env.get("return") or self.file.constant(None)
+
+    @property
+    def attributes_set(self) -> Environment:
+        names = self.set_here & self.env.keys()
+        return {each: self.env[each] for each in names if each.startswith("self.")}
 
     def block(self, body: Sequence[ast.stmt]) -> BlockEnd | None:
         """Returns how it ends; None where it goes on."""
@@ -194,7 +201,8 @@ class Interpreter:
         """A dict that has this key from now on, which only this rank may have."""
         if not whole.has("grows"):
             return whole
-        if key.level >= DATA or self.chosen == VARIES:
+        own = key.level >= DATA and not key.has("named")
+        if own or self.chosen == VARIES:
             return _of_own_keys(whole)
         return whole.tagged(f"{FILLED}{key.at[0] if key.at else ''}")
 
@@ -303,6 +311,8 @@ class Interpreter:
         value = self.of(node)
         asked = (ast.BoolOp, ast.UnaryOp, ast.NamedExpr, ast.Compare)
         named = isinstance(node, (ast.Name, ast.Attribute))
+        if named and value.has("alone") and value.level == VARIES:  # None elsewhere
+            return value.tagged("rank")
         if named and value.has("keyed") and value.level == DATA:  # any batch has some
             return replace(value, level=UNKNOWN).tagged("lacks")
         if named and value.has("taken"):  # whether all of it has been worked off
@@ -348,6 +358,8 @@ class Interpreter:
     ) -> Interpreter:
         env = {**self.file.start(called, given), **own}
         inner = Interpreter(self.visitors, self.file, called, env, self.depth + 1)
+        inner.apart = self.apart
+        inner.trained = self.trained
         self.file.being_read.append(called)
         inner.block(called.node.body)
         self.file.being_read.pop()

@@ -23,6 +23,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
     FORWARD,
     GENERATE,
+    LOG,
     WITHOUT_AGREEMENT,
     Branch,
     Choice,
@@ -108,7 +109,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     own = target if isinstance(target, Definition) else None
     if own and goes_on:
         if function_of(own):
-            return call_helper(reader, own, call, node)
+            return call_helper(reader, own, call, node, of=call.owner)
         if not call.function.has("instance"):
             return _make(reader, own, call)
     if isinstance(target, ast.Lambda) and goes_on:
@@ -130,6 +131,9 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         if made.pairs_with == FORWARD:
             return value.tagged(*modules_in(call.function.tags))
         return value
+    whole = reader.trained and reader.file.used_whole
+    for each in filter(knowledge.LAYER_AT.match, call.function.tags if whole else ()):
+        reader.emit(Collective(call.name, each, node.lineno, knowledge.WEIGHTS))
     _handle(reader, call)
     message = message_of(call, reader.ranges)
     if message is not None:
@@ -144,6 +148,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     if call.name in ("filter", "map") and len(call.args) == 2:
         return _mapped(reader, call)
     _set_alarm(reader, call)
+    _state_of_metric(reader, call)
     _update(reader, call)
     _keep(reader, call)
     _pass_on(reader, call)
@@ -316,7 +321,22 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
         count = VARIES
     added = replace(added, level=VARIES if chosen else added.level, count=count)
     reader.set(name, added.tagged("even") if reader.sized else added)
+    if owner.has("concatenated", "listed"):
+        each = owner.has("listed")
+        line = call.node.lineno
+        reader.emit(Collective(call.name, LOG, line, knowledge.LISTED, on_step=each))
     return Abstract()
+
+
+def _state_of_metric(reader: Interpreter, call: calls.Call) -> None:
+    """A list that torchmetrics gathers item by item, or, to concatenate it, if it has any."""
+    if call.last != "add_state" or not call.args:
+        return
+    default = call.given.get("default", call.args[-1])
+    if default.count is not None:
+        reduced = [constant(each.value) for each in call.node.keywords]
+        kind = "concatenated" if "cat" in reduced else "listed"
+        reader.set(f"self.{constant(call.node.args[0])}", default.tagged(kind))
 
 
 def _add_to_item(reader: Interpreter, node: ast.expr) -> None:
@@ -386,6 +406,9 @@ def _wrap(reader: Interpreter, call: calls.Call, kind: str, last: str) -> Abstra
     grouped = any(each and not (each.parts or each.has("nothing")) for each in groups)
     place = f"{WRAPPED_AT}{node.lineno}{IN_A_GROUP if grouped else ''}"
     value = tagged(kind, *perhaps, *engine, place)
+    unused = call.given.get("find_unused_parameters", reader.file.constant(False))
+    if kind == "ddp" and call.args and unused.decided is False:
+        reader.file.used_whole |= call.args[0].has("instance")
     if call.args and "auto_wrap_policy" in call.given:
         _wrap_layers(reader, call.args[0].ref, value.tags)
     if last != "fully_shard" or not node.args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from nemo_patches.tools.doctor.syntax import words
@@ -52,6 +53,9 @@ accelerate.utils. | broadcast broadcast_object_list gather gather_object pad_acr
 @trainer+transformers | evaluate | which waits for all ranks | |
 @engine+parallel | save_16bit_model save_checkpoint save_fp16_model
     | which all ranks of DeepSpeed save in | |
+lightning.,pytorch_lightning. | EarlyStopping ModelCheckpoint
+    | which has collectives in its hooks | |
+@model+zero 3 | from_pretrained | which shards its parameters as they are loaded | |
 =self+saves,@callback+lightning,@checkpoint+lightning |
     _save_checkpoint _save_last_checkpoint _save_monitor_checkpoint
     _save_none_monitor_checkpoint _save_topk_checkpoint | which waits for all ranks | |
@@ -86,7 +90,15 @@ ON_DDP = (
     "the model has buffers, which are broadcast at each call",
 )
 NOT_FOR_BACKWARD = "whose result is not used, so that no gradients are reduced"
+# Layers with parameters, and what is said of a call of theirs.
+LAYERS = (
+    r"torch\.nn\.\w*(Attention|Conv\dd|Embedding|GRU|LSTM|Linear|Norm\w*|Sequential"
+    r"|Transformer\w*)$"
+)
+LAYER_AT = re.compile("layer at ")  # a tag: and where it is made
+WEIGHTS = "for whose gradients DDP waits"
 LOG_SYNCED = "which reduces over all ranks by sync_dist"
+LISTED = "which a metric gathers from all ranks, item by item"
 LOG_OF_METRIC = "which gathers a metric from all ranks"
 _OF_ALL = "which every rank must set, or none"
 SHARED_SETTINGS = dict.fromkeys(
@@ -226,8 +238,8 @@ DATA_NAMES = words("""
     transcripts wav wavs waveform waveforms x xs y results
     """)
 OTHER_NAMES = words("""
-    by cfg config dataloader dim dir dtype fn func id idx index key kind limit loader max min mode
-    name nb num only path rate scale size step type weight weights use with is has return no
+    by cfg config dataloader dim dir dl dtype fn func id idx index key kind limit loader max min
+    mode name nb num only path rate scale size step type weight weights use with is has return no
     """)
 # What a logger runs at each record, by what it is added by, and what makes records.
 HANDLERS = {"addFilter": "filter", "addHandler": "emit", "basicConfig": "emit"}
@@ -244,6 +256,7 @@ MODEL = words("""
     tensors bias buf buffer buffers grad gradient gradients grads model module norm optimizer p
     param parameters params state weight weights
     """)
+OF_SETTINGS = words("args cfg conf config hparams opts")
 PARTS_OF_MODELS = words("blocks layers modules parameters params")
 GRADIENTS = words("grad grads gradient gradients")
 GROUP_WORDS = words("group groups mesh pg")
@@ -286,7 +299,7 @@ PLAUSIBLE = GRADIENTS | words("""
     """)
 PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
-TEXTS = words("key name")
+TEXTS = words("classes columns fields key keys labels name names")
 OF_SETS = words("copy difference intersection symmetric_difference union")
 DICTS = words("Counter OrderedDict defaultdict dict")
 ADDING = words("append extend add put put_nowait")
@@ -354,6 +367,8 @@ OF_WRAPPERS = {
         "that rank's other backward passes have not reduced the gradients already"
     ),
 }
+# Context managers in which rank 0 goes first, and the others wait at a barrier.
+FIRST = words("main_process_first local_main_process_first")
 # What lets ranks end a loop one after another.
 JOINS = r"(\bJoin|\.join|join_uneven_inputs)\("
 # Calls of torch.distributed from one rank to another, and what a rank does in them.
@@ -373,8 +388,8 @@ MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
-    alone counted ddp even file fsdp gradient keyed lacks loader metric next perhaps random rank
-    sized text
+    alone counted ddp even file fsdp gradient keyed lacks loader metric named next perhaps random
+    rank sized text
     """)
 
 

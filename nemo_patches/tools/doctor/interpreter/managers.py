@@ -18,8 +18,11 @@ from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.invocations import call_of
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BlockEnd,
+    Branch,
+    Collective,
     Inlined,
     Items,
+    of_kind,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
@@ -27,6 +30,7 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
 from nemo_patches.tools.doctor.interpreter.values import (
     Abstract,
 )
+from nemo_patches.tools.doctor.syntax import dotted, last_part
 
 
 def visit_With(reader: Interpreter, node: ast.With) -> BlockEnd | None:
@@ -62,6 +66,12 @@ def _with(
     with reader.inside() as body:
         end = _with(reader, node, inner)
     reader.unsynced, reader.joined, reader.held = outer
+    name = dotted(getattr(item.context_expr, "func", node))
+    if last_part(name) in knowledge.FIRST and any(of_kind(body, Collective)):
+        first = reader.of(ast.Name("is_main_process"))
+        asked = reader.decided_by(item.context_expr, first, node)
+        waits = Collective(name, "barrier", node.lineno)
+        body = [Branch(asked, [*body, waits], [waits, *body])]
     reader.items += body
     return end
 

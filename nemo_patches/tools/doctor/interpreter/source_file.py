@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
@@ -36,6 +37,8 @@ from nemo_patches.tools.doctor.syntax import (
 )
 
 _MOST_BASES = 20
+# Of an annotation, all but the class: Optional[X], Union[X, None], X | None, and in quotes.
+_PERHAPS = r"""^'?(\w+\.)*(Optional|Union)\[|, None|\]|None \| | \| None|['"]"""
 # What each line of knowledge.SOURCES says on a member.
 _ON_MEMBER: dict[str, Callable[[SampleMember], Any]] = {
     "rank": lambda each: each.rank,
@@ -57,7 +60,7 @@ _SUBJECTS = {
     "parallel": knowledge.IN_PARALLEL,
     "sharded": knowledge.SHARDING,
     "transformers": {"transformers"},
-    "zero": {"zero_optimization"},
+    "zero": {"DeepSpeedPlugin", "zero_optimization"},
 }
 _NAMING = (
     "id",
@@ -159,6 +162,9 @@ class SourceFile:
                 if name not in ("SIG_DFL", "SIG_IGN"):
                     self.signalled.add(name)
                     self.handles_alarm |= dotted(each.args[0]).endswith("ALRM")
+        # Whether DDP waits for the gradient of each parameter of a class of this file.
+        self.used_whole = False
+        self.calls = Counter(dotted(each.func) for each in nodes(tree, ast.Call))
         self.work = 0
 
     def begin_round(self) -> None:
@@ -229,6 +235,7 @@ class SourceFile:
         are called.
         """
         env = dict(self.env if definition.outer is None else definition.outer)
+        env.update(given)
         for each in reversed(self.bases(definition.owner)[0]):
             env.update(self.attributes.get(each.name, {}))
         reduced = frozenset[str]()  # what a trainer's callback is given
@@ -276,14 +283,12 @@ class SourceFile:
                 joined, (each for each in differ if each.count is None), value
             )
         for each in given:
-            if self.members.differ(each.at):
+            if self.members.differ(each.at) or each.has("alone"):
                 return each
-        called = value
-        for each in given:
-            called = joined(each, called) if called is not value else each
+        called = reduce(joined, given or [value])
         if value.level == DATA:
             # What a name says counts less than what all ranks agreed on.
-            return called if called.has("agreed") else value
+            return called if called.has("agreed", "keyed") else value
         if parts_of(name) & knowledge.OTHER_NAMES and called.count != VARIES:
             return value
         return called
@@ -300,7 +305,8 @@ class SourceFile:
         if (
             (isinstance(default, ast.Constant) and default.value is not None)
             or types & knowledge.PLAIN_TYPES
-            or parts_of(name) & (knowledge.MODEL | knowledge.AGREEING)
+            or parts_of(name)
+            & (knowledge.MODEL | knowledge.AGREEING | knowledge.OF_SETTINGS)
             or name in ("self", "cls")
         ):
             level = SAME
@@ -308,13 +314,15 @@ class SourceFile:
             knowledge.WRAPPERS[each][0] for each in types & knowledge.WRAPPERS.keys()
         }
         tags = {*self.wrapped.get(name, ()), *wrapped}
-        annotated = argument.annotation is not None
-        named = dotted(argument.annotation) if annotated else self.classes.get(name)
-        of = self.env.get(named or "", Abstract()).ref
+        annotated = argument.annotation
+        named = _class_in(annotated) if annotated else self.classes.get(name, "")
+        of = self.env.get(named, Abstract()).ref
         if isinstance(of, Definition) and isinstance(of.node, ast.ClassDef):
             return Abstract(level, tags=frozenset({*tags, "instance"}), ref=of)
         if tensor and not sounds_like_data(name):
             tags.add("any size")
+        if parts_of(name) & (knowledge.TEXTS | knowledge.OF_SETTINGS) and not tensor:
+            tags.add("named")
         if level == DATA and optional:
             tags.add("optional")
         elif level == DATA and name in knowledge.BATCHES:
@@ -365,6 +373,11 @@ def methods_of(node: ast.ClassDef) -> Definition:
     for name, each in functions(node).items():
         made.methods[name] = Definition(f"{node.name}.{name}", each, made)
     return made
+
+
+def _class_in(annotation: ast.expr) -> str:
+    """X of `Optional[X]`, `X | None` and `"X"`; no class of a list of X."""
+    return re.sub(_PERHAPS, "", ast.unparse(annotation))
 
 
 @lru_cache(maxsize=1000)
@@ -436,11 +449,18 @@ def _averages_gradients(tree: ast.Module) -> bool:
 
 
 def _shards_parameters(tree: ast.Module) -> bool:
-    """Whether a config in the file asks for ZeRO's stage 3."""
+    """Whether the file asks for ZeRO's stage 3, in a config or by an argument."""
+    asked: list[tuple[object, ast.expr]] = [
+        (each.arg, each.value) for each in nodes(tree, ast.keyword)
+    ]
+    for each in nodes(tree, ast.Dict):
+        asked += [
+            (constant(key), value)
+            for key, value in zip(each.keys, each.values, strict=True)
+        ]
     return any(
-        constant(key) == "stage" and constant(value) == 3
-        for each in nodes(tree, ast.Dict)
-        for key, value in zip(each.keys, each.values, strict=True)
+        name in ("stage", "zero_stage") and constant(value) == 3
+        for name, value in asked
     )
 
 

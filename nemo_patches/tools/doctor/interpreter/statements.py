@@ -73,7 +73,8 @@ def statement(reader: Interpreter, node: ast.stmt) -> BlockEnd | None:
         if isinstance(each, ast.expr):
             reader.of(each)
     end = _ENDS.get(type(node))
-    text = ""
+    raised = getattr(node, "exc", None) if isinstance(node, ast.Raise) else None
+    text = f"raise {dotted(getattr(raised, 'func', raised))}" if raised else ""
     called = _called(node) if isinstance(node, ast.Expr) else None
     if called is not None:
         last = reader.items[-1] if reader.items else None
@@ -260,7 +261,8 @@ def visit_While(reader: Interpreter, node: ast.While) -> None:
     asked = [reader.condition(node.test, node)]
     sized = reader.sized
     reader.sized |= asked[0].value.has("sized")
-    items = _turns(reader, node, endless=endless)
+    often = VARIES if asked[0].value.level == VARIES else SAME
+    items = _turns(reader, node, often, endless=endless)
     reader.sized = sized
     asked.append(reader.condition(node.test, node))
     _filled_up(reader, node.test)
@@ -289,10 +291,13 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     iterated = reader.of(node.iter)
     if iterated.has("object") and iterated.has("rank"):  # a loader that shares out
         iterated = replace(iterated, level=SAME).without("rank")
-    before, behind = _generated(reader, iterated, node)
+    generator = _generator(reader, iterated)
+    before, behind = _generated(generator, node) if generator else ([], [])
+    if generator and generator.returned.count == VARIES:
+        iterated = replace(iterated, count=VARIES)
     reader.items += before
     whole = [node.iter, *getattr(node.iter, "args", [])]  # enumerate(data)
-    loads = "batch" in names_in(node.target) or "data" in map(dotted, whole)
+    loads = is_loader(text_of(node.iter)) or "data" in map(dotted, whole)
     if iterated.turns == DATA and loads:
         iterated = replace(iterated, count=UNKNOWN)
     level = VARIES if iterated.turns >= DATA else SAME
@@ -321,17 +326,20 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
             reader.found.append(("SET", made, node.lineno))
 
 
-def _generated(
-    reader: Interpreter, iterated: Abstract, node: ast.For
-) -> list[list[Inlined]]:
-    """What a generator of this file makes before a loop over it, and with the next turns."""
+def _generator(reader: Interpreter, iterated: Abstract) -> Interpreter | None:
+    """The generator of this file that a loop takes its items from."""
     made = iterated.ref
     if iterated.has("instance"):
         made = reader.file.method(made, "__iter__")
     if not iterated.has("generator", "instance") or not isinstance(made, Definition):
-        return [[], []]
-    name = f"{last_part(made.name)}()"
-    parts = around_yields(functions.items_of(reader, made))
+        return None
+    return functions.read_alone(reader, made)
+
+
+def _generated(made: Interpreter, node: ast.For) -> list[list[Inlined]]:
+    """What a generator makes before a loop over it, and with the next turns."""
+    name = f"{last_part(made.definition.name)}()"
+    parts = around_yields(made.items)
     called = [Inlined(name, node.lineno, each) for each in parts]
     return [[each] if any(of_kind(each.body, Collective)) else [] for each in called]
 

@@ -98,7 +98,8 @@ def mixed(values: Sequence[Abstract]) -> Abstract:
     tags = _NO_TAGS.union(*[each.tags for each in values])
     level = max([each.level for each in values], default=SAME)
     agreed = tags & AGREED.tags if level == SAME else _NO_TAGS
-    return Abstract(level, tags=carried(tags) | agreed)
+    kept = carried(tags) | agreed
+    return Abstract(level, tags=kept - {"named"} if level >= DATA else kept)
 
 
 def joined(one: Abstract, other: Abstract) -> Abstract:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from nemo_patches.tools.doctor.interpreter.members import Open, negated, truths
@@ -19,6 +21,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Decision,
     Exit,
     Inlined,
+    Item,
     Items,
     Loop,
     Managed,
@@ -31,12 +34,22 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
 
 _LOOPS = ("for ", "while ")  # how their guards begin
 Guards = tuple[str, ...]  # the texts of the open conditions around something
+_ANY_ERROR = frozenset({"any", "Exception", "BaseException"})
 _ONCE: Guards = ("once",)  # a loop that its first turn leaves
 Decide = Callable[[Decision], Any]  # True, False, or an Open text
 # Of an event: what it pairs with, its guards, and those under which it is not come to.
 Key = tuple[str, Guards, frozenset[Guards]]
-# The block, which of its handlers, and whether the error came before all but its first call.
-Caught = tuple[Tried, int, bool]
+
+
+class Moment(Enum):
+    """When an error comes: behind all of a block, behind its first call, or where it is raised."""
+
+    LATE = 0
+    EARLY = 1
+    RAISED = 2
+
+
+Caught = tuple[Tried, int, Moment]  # the block, which of its handlers, and when
 
 
 @dataclass(frozen=True)
@@ -83,12 +96,16 @@ class Way:
     messages: list[tuple[PeerMessage, bool, Guards]] = field(default_factory=list)
     endless: list[Decision] = field(default_factory=list)
     raised: bool = False
+    thrown: tuple[Guards, ...] = ()  # the tests around the raises that a handler takes
     _guards: Guards = ()
-    _left: Mapping[BlockEnd, tuple[Guards, ...]] = field(default_factory=dict)
+    _left: Mapping[BlockEnd, tuple[Guards, ...]] = field(
+        default_factory=lambda: {BlockEnd.RAISE: ()}
+    )
     _call: Inlined | None = None
     _outside: list[Inlined | None] = field(
         default_factory=list
     )  # of the calls in each other
+    _taken: Sequence[str] = ()  # the names of the errors that a handler takes
     _nothing: set[str] = field(default_factory=set)  # names without a gradient
 
     def follow(self, items: Items) -> BlockEnd | None:
@@ -124,9 +141,17 @@ class Way:
         self.messages.append((item, certain, loops))
 
     def _exit(self, item: Exit) -> BlockEnd | None:
-        if not self._call and item.end is not BlockEnd.RAISE:
+        if self._is_caught(item):
+            self._leave(item.end)
+        elif not self._call and item.end is not BlockEnd.RAISE:
             self._leave_by(item.text or item.end.value, item.line)
         return item.end
+
+    def _is_caught(self, item: Item) -> bool:
+        """Whether it raises what the handler takes that is asked about."""
+        words = item.text.split() if isinstance(item, Exit) else []
+        taken = _ANY_ERROR.union(words[1:])
+        return words[:1] == ["raise"] and not taken.isdisjoint(self._taken)
 
     def _leave_by(self, text: str, line: int, sets: bool = False) -> None:
         self.exits.append(WayOut(text, line, sets, self._guards))
@@ -146,7 +171,8 @@ class Way:
             self.raised = self.raised or always
             return end
         for side, other in ((item.yes, item.no), (item.no, item.yes)):
-            if _only_raises(side):  # a rank that goes on is on the other one
+            # A rank that goes on is on the other one.
+            if _only_raises(side) and not self._is_caught(side[-1]):
                 return self.follow(other)
         yes = self._perhaps(item.yes, decided)
         no = self._perhaps(item.no, negated(decided))
@@ -223,19 +249,30 @@ class Way:
         return last if last is not None else end
 
     def _error(self, item: Tried) -> BlockEnd | None:
-        """Follow the handler, after the collectives of the block or those of its first call."""
+        """Follow the handler, after the collectives of the block that come before the error."""
         assert self.caught is not None
-        _, number, early = self.caught
+        _, number, when = self.caught
+        condition, handler = item.handlers[number]
+        taken = re.findall(r"[\w.]+", condition.text) if when is Moment.RAISED else ()
         tried = replace(
-            self, events=[], exits=[], unseen=set(), _nothing=set(self._nothing)
+            self,
+            events=[],
+            exits=[],
+            unseen=set(),
+            _nothing=set(self._nothing),
+            _taken=taken,
         )
         tried.follow(item.body)
         self.raised = tried.raised
+        self.thrown = tried._left.get(BlockEnd.RAISE, ())
         self.events += [
-            each for each in tried.events if _comes_before(each.made, item, early)
+            each
+            for each in tried.events
+            if each.after.isdisjoint(self.thrown)
+            and _comes_before(each.made, item, when)
         ]
         before = self._left
-        end = self.follow(item.handlers[number][1])
+        end = self.follow(handler)
         self.raised = self.raised or (end is BlockEnd.RAISE and self._left == before)
         return end
 
@@ -250,7 +287,7 @@ class Way:
         self._call = call
         if item.manages:
             return end
-        self._left = left
+        self._left = {**left, BlockEnd.RAISE: self._left.get(BlockEnd.RAISE, ())}
         return end if end is BlockEnd.RAISE else None
 
     def _managed(self, item: Managed) -> BlockEnd | None:
@@ -269,11 +306,11 @@ def _only_raises(items: Items) -> bool:
     return raises and not any(of_kind(items, Collective))
 
 
-def _comes_before(made: Collective, item: Tried, early: bool) -> bool:
+def _comes_before(made: Collective, item: Tried, when: Moment) -> bool:
     """Whether a collective of a block was made when its error came."""
     if made.name == "the backward pass":
         return False
-    if not early:
+    if when is not Moment.EARLY:
         return True
     # Of a helper's calls it is not known which one fails; a backward pass has another before it.
     by_helper = made.place is not None and made.place[0] != made.line
@@ -335,12 +372,20 @@ def _surplus(
             yield each
 
 
-def reordered(way: Way, other: Way) -> bool:
-    """Whether both make the same collectives in another order, none of them in a branch."""
-    own = [each.key for each in way.events]
-    theirs = [each.key for each in other.events]
-    is_open = any(each.guards or each.after for each in way.events)
-    return own != theirs and Counter(own) == Counter(theirs) and not is_open
+def reordered(way: Way, other: Way) -> list[Event]:
+    """Those that come in another order, if both make the same collectives and none of these is in
+    a branch.
+    """
+    unlike = [
+        pair
+        for pair in zip(way.events, other.events, strict=False)
+        if pair[0].key != pair[1].key
+    ]
+    same = Counter(each.key for each in way.events) == Counter(
+        each.key for each in other.events
+    )
+    is_open = any(each.guards or each.after for pair in unlike for each in pair)
+    return [one for one, _ in unlike] if same and not is_open else []
 
 
 def undecided(condition: Decision) -> Any:
