@@ -1177,6 +1177,8 @@ EXAMPLES = (
     "!!!!!!! SIGSEGV received at time=1",
     "  @ 0x7f00 (unknown) ncclAllReduce()",
     "shm              64M   62M  2.0M  97% /dev/shm",
+    'TopoDetect ERROR occur !!! fault_type[1], fault_info["Failed to connect agent[9,]"]',
+    "CUresult error: 2 (CUDA_ERROR_OUT_OF_MEMORY)  file=csrc/utils.h line=93",
     "Callback: Queue 0x7f aborting with error : HSA_STATUS_ERROR_OUT_OF_RESOURCES",
     "[c10d] The client socket has failed to connect to [n0]:29500 (errno: 113 - No route to host).",
 )
