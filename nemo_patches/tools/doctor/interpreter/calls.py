@@ -151,7 +151,8 @@ def _by_name(call: Call) -> Abstract:
     )
     if of_form or features:
         return Abstract()
-    if call.last in knowledge.SIZES and call.owner.has("any size"):
+    unsized = call.owner.has("any size") or call.owner.count == UNKNOWN
+    if call.last in knowledge.SIZES and unsized:
         return Abstract(UNKNOWN)
     value = _mixed(call)
     if call.last in knowledge.COUNTING and value.level in (UNKNOWN, DATA):

@@ -150,7 +150,7 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     if node.attr in knowledge.OF_FORM:
         return tagged("gradient") if node.attr == "grad" else Abstract()
     if node.attr == "shape" and inner.level:
-        return tagged("shape", level=VARIES)
+        return tagged("shape", level=UNKNOWN if inner.count == UNKNOWN else VARIES)
     wrapped = reader.file.wrapped.get(node.attr, frozenset[str]())
     tags = wrapped | inner.tags & {"@engine", "alone", "file", "named", "object"}
     level = inner.level
