@@ -163,7 +163,9 @@ def _by_name(call: Call) -> Abstract:
         return Abstract()
     if call.name == "len" and call.args:
         first = call.args[0]
-        of_all = dotted(node.args[0]).endswith("dataset") and first.count != VARIES
+        of_all = first.has("full") or (
+            dotted(node.args[0]).endswith("dataset") and first.count != VARIES
+        )
         varies = (first.turns >= DATA and not of_all) or (
             first.has("letter") and first.level == DATA
         )

@@ -187,6 +187,9 @@ def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
         if value.has("dealt"):
             count = SAME if value.has("even") else VARIES
     tags = value.tags & (knowledge.CARRIED | {"agreed"})
+    full = value.has("batch") and reader.file.fills_batches
+    if full and isinstance(constant, str):
+        tags |= {"full"}
     return Abstract(level, tags=tags, count=count)
 
 
