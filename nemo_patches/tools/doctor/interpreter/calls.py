@@ -151,7 +151,8 @@ def _by_name(call: Call) -> Abstract:
     )
     if of_form or features:
         return Abstract()
-    if call.last in knowledge.SIZES and call.owner.has("any size"):
+    unsized = call.owner.has("any size") or call.owner.count == UNKNOWN
+    if call.last in knowledge.SIZES and unsized:
         return Abstract(UNKNOWN)
     value = _mixed(call)
     if call.last in knowledge.COUNTING and value.level in (UNKNOWN, DATA):
@@ -162,7 +163,9 @@ def _by_name(call: Call) -> Abstract:
         return Abstract()
     if call.name == "len" and call.args:
         first = call.args[0]
-        of_all = dotted(node.args[0]).endswith("dataset") and first.count != VARIES
+        of_all = first.has("full") or (
+            dotted(node.args[0]).endswith("dataset") and first.count != VARIES
+        )
         varies = (first.turns >= DATA and not of_all) or (
             first.has("letter") and first.level == DATA
         )

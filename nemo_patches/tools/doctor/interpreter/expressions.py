@@ -150,7 +150,7 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     if node.attr in knowledge.OF_FORM:
         return tagged("gradient") if node.attr == "grad" else Abstract()
     if node.attr == "shape" and inner.level:
-        return tagged("shape", level=VARIES)
+        return tagged("shape", level=UNKNOWN if inner.count == UNKNOWN else VARIES)
     wrapped = reader.file.wrapped.get(node.attr, frozenset[str]())
     tags = wrapped | inner.tags & {"@engine", "alone", "file", "named", "object"}
     level = inner.level
@@ -187,6 +187,9 @@ def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
         if value.has("dealt"):
             count = SAME if value.has("even") else VARIES
     tags = value.tags & (knowledge.CARRIED | {"agreed"})
+    full = value.has("batch") and reader.file.fills_batches
+    if full and isinstance(constant, str):
+        tags |= {"full"}
     return Abstract(level, tags=tags, count=count)
 
 

@@ -29,9 +29,11 @@ from nemo_patches.tools.doctor.interpreter.values import (
     DATA,
     UNKNOWN,
     VARIES,
+    WRAPPED_AT,
     Abstract,
     Environment,
     mixed,
+    modules_in,
 )
 from nemo_patches.tools.doctor.syntax import (
     dotted,
@@ -42,7 +44,10 @@ from nemo_patches.tools.doctor.syntax import (
 MOST_DEEP = 6  # helpers that call each other
 _MOST_OF_A_HELPER = 200  # items, with those of its own helpers
 _NO_OBJECT = Abstract()
-_SOME_COLLECTIVE = "torch.distributed.barrier"  # for what a decorator is given
+# For what a decorator is given: what is computed by it tells so by its tag.
+_SOME_COLLECTIVE = Abstract(
+    ref="torch.distributed.barrier", tags=frozenset({f"{WRAPPED_AT}0"})
+)
 
 
 def own_function(reader: Interpreter, node: ast.Call) -> Definition | None:
@@ -89,8 +94,9 @@ def call_helper(
     own = attributes_in(reader.env) if of_self else {}
     fields = {f"self.{name}": each for name, each in of.entries}
     inner = _summary(reader, called, {**fields, **given}, own)
+    returned = _by_wrappers(reader, called, node, inner.returned)
     if one_rank(reader, called):
-        return inner.returned
+        return returned
     if inner.items and not inner.yields:
         guess = collectives.guess_of_helper(called, call, reader.file)
         items = inner.items
@@ -127,7 +133,32 @@ def call_helper(
         reader.env.update(own)
         filled = {name for name, each in own.items() if each.has("keyed", "updated")}
         reader.set_here |= filled
-    return inner.returned
+    return returned
+
+
+def _by_wrappers(
+    reader: Interpreter,
+    called: Definition,
+    node: ast.Call | ast.Attribute,
+    value: Abstract,
+) -> Abstract:
+    """What a function of this value gives, after its decorators' own collectives: what ranks have
+    agreed on, if these return that and not the function's value.
+    """
+    name = f"{text_of(getattr(node, 'func', node))}()"
+    for each in called.node.decorator_list:
+        made = _wrapper(reader, each)
+        if made is None:
+            continue
+        # What it calls the function.
+        own = _decorator(reader, each).node.args.args[0].arg
+        every = of_kind(made.items, Collective)
+        others = [one for one in every if one.name != own]
+        if others:
+            reader.items.append(Inlined(name, node.lineno, [*others]))
+        if made.returned.has("agreed") and not modules_in(made.returned.tags):
+            value = made.returned
+    return value
 
 
 def _keep_set(reader: Interpreter, owner: Definition, inner: Interpreter) -> None:
@@ -243,7 +274,7 @@ def _run_by(reader: Interpreter, decorator: object) -> Interpreter | None:
     args = getattr(getattr(decorator, "node", None), "args", None)
     if args is None or not args.args:
         return None
-    given = {args.args[0].arg: Abstract(ref=_SOME_COLLECTIVE)}
+    given = {args.args[0].arg: _SOME_COLLECTIVE}
     made = _returned(reader, decorator, given)
     return reader.read(made, {}, {}) if made else None
 

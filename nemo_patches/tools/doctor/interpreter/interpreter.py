@@ -188,7 +188,7 @@ class Interpreter:
         chosen = self.parted if outlives else self.chosen
         if chosen == VARIES and value.has("const") and not value.has("agreed"):
             value = replace(value, level=VARIES, at=None, count=SAME).tagged("chosen")
-        if value.has("agreed"):
+        if last in knowledge.SHARED_SETTINGS and value.has("agreed"):
             self.settled.add(name)
         elif last in knowledge.SHARED_SETTINGS and name not in (last, f"self.{last}"):
             why = knowledge.SHARED_SETTINGS[last]

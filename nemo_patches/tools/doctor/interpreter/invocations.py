@@ -21,7 +21,6 @@ from nemo_patches.tools.doctor.interpreter.names import (
 from nemo_patches.tools.doctor.interpreter.peer_messages import message_of
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
-    FORWARD,
     GENERATE,
     LOG,
     WITHOUT_AGREEMENT,
@@ -127,10 +126,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         if made.pairs_with == BACKWARD:
             taken = [call.owner, *call.args]
             made = replace(made, modules=modules_in(mixed(taken).tags))
-        value = _agree(reader, node, made)
-        if made.pairs_with == FORWARD:
-            return value.tagged(*modules_in(call.function.tags))
-        return value
+        return _agree(reader, node, made).tagged(*modules_in(call.function.tags))
     whole = reader.trained and reader.file.used_whole
     for each in filter(knowledge.LAYER_AT.match, call.function.tags if whole else ()):
         reader.emit(Collective(call.name, each, node.lineno, knowledge.WEIGHTS))

@@ -118,6 +118,7 @@ class SourceFile:
             self.subjects.discard("parallel")
         if "zero" in self.subjects and _shards_parameters(tree):
             self.subjects.add("zero 3")
+        self.fills_batches = _fills_batches(tree)
         packages = _packages(tree)
         self.imported = packages - {""}
         if packages & knowledge.TRAINERS:
@@ -462,6 +463,17 @@ def _shards_parameters(tree: ast.Module) -> bool:
         name in ("stage", "zero_stage") and constant(value) == 3
         for name, value in asked
     )
+
+
+def _fills_batches(tree: ast.Module) -> bool:
+    """Whether each loader that a file makes leaves out a last batch that is not full."""
+    made = [
+        ast.unparse(call)
+        for call in nodes(tree, ast.Call)
+        if last_part(dotted(call.func)) == "DataLoader"
+    ]
+    full = {"drop_last=True" in each and "collate_fn" not in each for each in made}
+    return full == {True}
 
 
 def _deepspeed_engines(tree: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:

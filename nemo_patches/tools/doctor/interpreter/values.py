@@ -75,7 +75,7 @@ def tagged(*tags: str, level: int = SAME) -> Abstract:
 
 
 # What holds of a value of two paths only if it holds of both, or is of one path alone.
-_OF_BOTH = {"agreed", "const", "new", "nothing"}
+_OF_BOTH = {"agreed", "const", "full", "new", "nothing"}
 AGREED = tagged("agreed")
 _NO_TAGS = frozenset[str]()
 WRAPPED_AT = "wrapped at "  # a tag: and the line
