@@ -382,8 +382,6 @@ WORDS = (
         "NodeLost",
         "NodeShut",
         "OOMKilled",
-        "CrashLoop",
-        "Back-off",
         "drained",
         "is down",
         "Pending ",
