@@ -31,7 +31,7 @@ _OWN = "rank host pid idle goes_on_for where caller hook workers worker_states b
 _FIRST_DROPPED = (
     "worker_states",
     "workers",
-    "where batch settings",
+    "where batch settings flag",
     "rounds apart given_up late whole encoder caller hook",
 )
 MOST_ENCODERS = 64
@@ -74,6 +74,7 @@ class RankFacts(Doing):
     idle: float  # since the last encoder call began
     # By encoder: the rounds that this rank has come to, the open ones and the latest last.
     rounds: dict[str, int]
+    flag: str = ""  # of the first encoder that was called, behind its name
     whole: bool = True  # false if `rounds` has no room for all encoders
     # By encoder: since it waits no more for its open round.
     given_up: dict[str, float] = field(default_factory=dict)

@@ -265,9 +265,6 @@ def _texts(state: dict[str, Any]) -> dict[str, str]:
     """
     if not state.get("calls"):
         return {}
-    versions, settings = (
-        safe(str(state.get(name))) for name in ("versions", "settings")
-    )
-    settings, _, flag = settings.rpartition("; ")
-    encoder, _, flag = flag.partition(": ")
-    return {"versions": versions, "settings": settings, f"settings of {encoder}": flag}
+    texts = {name: safe(str(state.get(name, ""))) for name in ("versions", "settings")}
+    encoder, _, flag = safe(str(state.get("flag", ""))).partition(": ")
+    return {**texts, f"settings of {encoder}": flag}

@@ -63,7 +63,6 @@ class OwnFacts:
             syncs, now, timeout.total_seconds(), notes.may_be_uneven()
         )
         goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
-        texts = (settings.alike(), notes.encoder_flag)
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
         reports_stalls = settings.stall_timeout > timedelta(0)
         facts = RankFacts(
@@ -71,7 +70,8 @@ class OwnFacts:
             host=safe(host_name()),
             pid=os.getpid(),
             versions=f"nemo_patches {__version__}, nemo {nemo}",
-            settings="; ".join(filter(None, texts)),
+            settings=settings.alike(),
+            flag=notes.encoder_flag,
             encoder=last.sync.title if last.sync is not None else "",
             calls=last.calls,
             clock=last.clock,
