@@ -857,7 +857,6 @@ def _filter() -> tuple[bytes, ...]:
         *("nemo_patches ", "[rank", "[Rank", "rank      :", "world_rank=", "pid "),
         *("Traceback (most", "Error", "EI00", "NCCL", "ollective", "watchdog"),
         *("arrier", "sigkill_handler", "imed out", "ncoder", "ll_reduce", "ll_gather"),
-        "shards:",
         *encoder_prints.WORDS_OF_AN_END,
         *(word for row in ROWS if not row.follows for word in row.words),
         *hearsay_lines.WORDS,

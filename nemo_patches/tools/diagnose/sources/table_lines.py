@@ -318,8 +318,10 @@ class TableLines:
                 if pid.isdecimal() and pattern is RANK_OF_COMMAND:
                     self._found.note_pid(int(pid), rank)
                 return rank
-        known = self._found.listed | self._found.rank_of_pid
-        return known.get(int(pid), NOT_TOLD) if pid.isdecimal() else NOT_TOLD
+        if not pid.isdecimal():
+            return NOT_TOLD
+        listed = self._found.listed.get(int(pid), NOT_TOLD)
+        return self._found.rank_of_pid.get(int(pid), listed)
 
     def _take_process(self, line: Line) -> bool:
         """Of each the last look; a process's threads follow it."""

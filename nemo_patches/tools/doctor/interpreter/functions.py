@@ -150,10 +150,11 @@ def _by_wrappers(
         made = _wrapper(reader, each)
         if made is None:
             continue
+        outer = made.definition.outer or {}
         # What it calls the function.
-        own = _decorator(reader, each).node.args.args[0].arg
+        own = {one for one in outer if outer[one].tags >= _SOME_COLLECTIVE.tags}
         every = of_kind(made.items, Collective)
-        others = [one for one in every if one.name != own]
+        others = [one for one in every if one.name not in own]
         if others:
             reader.items.append(Inlined(name, node.lineno, [*others]))
         if made.returned.has("agreed") and not modules_in(made.returned.tags):
