@@ -490,9 +490,11 @@ def told_missing(hearing: Hearing) -> list[Finding]:
         return all_absent(hearing.having(conditions.MISSING), None)
     kinds = (*_NOT_COME, conditions.UNSEEN, conditions.ENDED) if waited else _NOT_COME
     suspects = [one for one in hearing.having(*kinds) if one.waits is None]
-    # It is there, and its stack shows it elsewhere.
+    # Its stack shows it elsewhere: by others it had not come, or all others waited.
     there = hearing.having(conditions.RUNS) if waited else []
-    elsewhere = [one for one in there if _is_elsewhere(one)]
+    elsewhere = [one for one in there if _is_seen_elsewhere(one)]
+    if not _are_the_rest(elsewhere, hearing):
+        elsewhere = [one for one in elsewhere if _is_told_missing(one)]
     suspects += elsewhere
     # By others it had left before they were cut off; by itself, or of several that had left, it may
     # have been cut off as well.
@@ -511,11 +513,24 @@ def told_missing(hearing: Hearing) -> list[Finding]:
     return [replace(one, text=f"{one.text} {more}") for one in found]
 
 
-def _is_elsewhere(one: Account) -> bool:
-    """Whether others say that it had not come, and its own stack shows it in no collective."""
+def _is_seen_elsewhere(one: Account) -> bool:
+    """Whether its own stack shows it in no collective."""
     is_seen = one.place_fact is not None and one.place_fact.own
-    is_told = one.reported and one.reported.condition_kind == conditions.MISSING
-    return bool(is_told and is_seen) and one.waits is None and not one.moved
+    return is_seen and one.waits is None and not one.moved
+
+
+def _is_told_missing(one: Account) -> bool:
+    return (
+        one.reported is not None and one.reported.condition_kind == conditions.MISSING
+    )
+
+
+def _are_the_rest(few: Sequence[Account], hearing: Hearing) -> bool:
+    """Whether these few are all ranks that nothing shows waiting; their numbers are told."""
+    rest = {r for r in range(hearing.world_size) if hearing[r].waits is None}
+    is_few = 2 * len(rest) < hearing.world_size
+    are_all = rest == {one.rank for one in few}
+    return are_all and is_few and not hearing.evidence.is_numbered
 
 
 def mispaired(hearing: Hearing) -> list[Finding]:

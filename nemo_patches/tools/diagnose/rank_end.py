@@ -35,7 +35,7 @@ _OF_TORCH = re.compile(
     r"gloo/|\bgloo\b|[A-Z]CCL|\bccl::|BKCL|monitoredBarrier|[Aa]pplication timeout|wait timeout"
     r" after|Connection was likely closed|"
     r"Timed out waiting \d+ ?ms|store based barrier|client socket has timed out|waiting"
-    r" for clients|"
+    r" for clients|\bEI000[26]: |"
     r"the ranks (?:cannot end together any more|are out of step)",  # StopTogetherError
 )
 # Whatever program says so of the ranks themselves

@@ -17,7 +17,13 @@ from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import frame_text
 from nemo_patches.tools.diagnose.collect.samples import Frame, Thread
 from nemo_patches.tools.diagnose.rank_facts import Place
-from nemo_patches.tools.diagnose.verdicts import ENDING, LAST_THREADS, LOADER, LOCK
+from nemo_patches.tools.diagnose.verdicts import (
+    CHILD,
+    ENDING,
+    LAST_THREADS,
+    LOADER,
+    LOCK,
+)
 
 _NO_FRAME = "the end of its script: no Python frame is left, it waits in C++"
 # C++ frames (py-spy --native, pystack --native, gdb); the first that matches, of the innermost.
@@ -36,6 +42,16 @@ _NATIVE_WAITS = (
     ),
 )
 _MOST_NATIVE_FRAMES = 25
+# JAX's, by the innermost frame: its programs run by themselves, and who reads a result waits for
+# the collectives of it; and functions in which all processes meet.
+_JAX_READS = re.compile(
+    r"(?:^|/)jax/_src/(?:array\.py:(?:_value|__array__|block_until_ready|_copy\w*)|"
+    r"api\.py:(?:block_until_ready|device_get)\w*)$"
+)
+_JAX_MEETS = re.compile(
+    r"(?:^|/)jax/experimental/multihost_utils\.py:(?:sync_global_devices|process_allgather|"
+    r"broadcast_one_to_all|assert_equal|wait_at_barrier)$"
+)
 _LOADER_FUNCTIONS = {
     "_try_get_data",
     "_get_data",
@@ -56,7 +72,7 @@ _STDLIB_WAITS = re.compile(
 # Wrappers: the caller of a collective is the first frame outside them.
 _PASSES_ON = re.compile(
     r"(lightning|pytorch_lightning|lightning_fabric)/.*(strategies/|utilities/distributed\.py|plugins/|trainer/call\.py)|torchmetrics/|"
-    r"lightning_utilities/|accelerate/|deepspeed/(?:comm|utils)/|wrapt/|functools\.py|contextlib\.py"
+    r"lightning_utilities/|(?:^|/)jax/(?:_src|experimental)/|accelerate/|deepspeed/(?:comm|utils)/|wrapt/|functools\.py|contextlib\.py"
 )
 # Of NeMo's, by their functions.
 _CALLERS = {"update_max_seq_length": "the length sync", "sync_gradients": "gradients"}
@@ -83,7 +99,8 @@ def place(
     native = list(takewhile(is_native, frames))
     where, way = _where(python or native), tuple(map(shown, reversed(python)))
     by_name = [_call(frame) for frame in python]
-    collective = waits.collective(by_name) or _set_up(by_name) or _our_sync(python)
+    collective = waits.collective(by_name) or _set_up(by_name) or _of_jax(by_name)
+    collective = collective or _our_sync(python)
     in_loader = not collective and _in_loader(python)
     if not collective and not in_loader:
         collective = _of_native(native) or _guess(calls, has_gpu)
@@ -98,6 +115,8 @@ def place(
         for frame in python
     ):
         activity = LAST_THREADS
+    if not activity and python and _base(python[0]) == "subprocess.py":
+        activity = CHILD
     if not activity and _waits_for_lock(python, calls, in_futex):
         activity = LOCK
     return Place(where, activity=activity, way=way)
@@ -175,6 +194,14 @@ def _set_up(calls: Iterable[NamedFrame]) -> str:
         if call.in_torch == waits.C10D and call.function in waits.SET_UP:
             return call.function
     return ""
+
+
+def _of_jax(calls: Sequence[NamedFrame]) -> str:
+    met = (call.function for call in calls if _JAX_MEETS.search(call.at))
+    if collective := next(met, ""):
+        return collective
+    is_read = bool(calls) and _JAX_READS.search(calls[0].at) is not None
+    return f"{waits.PERHAPS}the device, in {calls[0].function}()" if is_read else ""
 
 
 def _our_sync(frames: Sequence[Frame]) -> str:

@@ -73,7 +73,8 @@ _PREFIX = re.compile(
 # "=== Rank 3: host:port ===" of torch.distributed.debug, "==> rank3.txt <==" of tail, and what
 # people write between stacks.
 _HEADING = re.compile(
-    r"(?:[=#*-]{2,}>? ?(?:[\w./ -]{0,80}(?<!node)(?<!local)[/_. -])?rank[ =:_#]{0,2}(\d{1,7})\b|"
+    r"(?:[=#*-]{2,}>? ?(?:[\w./ -]{0,80}(?<!node)(?<!local)[/_. -])?"
+    r"(?:rank|task|process_index)[ =:_#]{0,2}(\d{1,7})\b|"
     r"rank[ _]?(\d{1,7}):?\s*$)",
     re.IGNORECASE,
 )
@@ -92,6 +93,15 @@ _SAID = re.compile(
     r"(?P<local>local[_ -]?)?rank[ =:_#-]{0,2}(?P<rank>\d{1,6})\b",
     re.IGNORECASE,
 )
+# A title that a server gives its processes: "sglang::scheduler_TP2", "VLLM::Worker_TP3". Where
+# there is data or pipeline parallelism as well, a number is no rank.
+_TITLE = re.compile(
+    r"\s(?!\S*(?:DP|PP)_?[1-9])[\w:.-]{0,80}(?:TP|[Rr]ank|[Ww]orker)[_-]?(\d{1,6})(?:_[A-Z]{2}\d+)*$"
+)
+# An environment, as /proc has it, and whose
+_ENVIRONMENT = re.compile(r"(?:LOCAL_)?RANK=\d{1,6}\s*$")
+_OF_PROCESS = re.compile(r".{0,200}/proc/(\d{1,10})/environ\b")
+_NEAR = 16  # lines between it and its process
 _GDB_THREAD = re.compile(r"Thread \d+ \(Thread 0x[0-9a-f]+ \(LWP (\d{1,10})\)")
 _HEADS = ("Process", "hread", "Traceback", "gdb", "Attaching")
 _MARK = re.compile(
@@ -162,7 +172,8 @@ _FORMS = (_FAULTHANDLER, _PY_SPY, _GDB, _LOOP, _PYSTACK)
 @dataclass
 class Dump:
     """One dump of one process. rank: None if not known. in_name: only its file's name tells it.
-    label: which prefix or heading does, as one of several. command: without numbers. active: ids of
+    label: which prefix or heading does, as one of several. command: without numbers. title: the
+    number in its process's title. active: ids of
     threads that run, as py-spy says. line: the text of its last thread's innermost line, where it
     is printed.
     """
@@ -176,6 +187,7 @@ class Dump:
     label: str = ""
     local_rank: int | None = None
     command: str = ""
+    title: int | None = None
     threads: list[Thread] = field(default_factory=list)
     active: set[int] = field(default_factory=set)
     line: str = ""
@@ -305,6 +317,7 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
     )
     host = ""  # by a heading, where that has no rank
     said_of = _Said()  # of the process that comes next, or the present one
+    environment = _Said()  # of the process that comes next
     is_of_next = awaits_thread = False
     headings = 0
     for number, line in lines:
@@ -326,8 +339,17 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
             labels[found[1]] = None
         label = next(filter(line.startswith, labels), "")
         line, label = line[len(label) :], label or host
-        is_new = _NEW_PROCESS.match(line) is not None
-        if is_new:
+        new = _NEW_PROCESS.match(line)
+        is_new = new is not None
+        if of_process := _OF_PROCESS.match(line):
+            environment = _Said(pid=int(of_process[1]), at=number)
+        elif _ENVIRONMENT.match(line) and not awaits_thread:
+            environment = environment.with_more(_said(line, True), number)
+        if new:
+            is_of_it = environment.pid in (0, int(new["pid"]))
+            if is_of_it and environment.tells and number - environment.at <= _NEAR:
+                said_of, is_of_next = environment, True
+            environment = _Said()
             said_of = said_of if is_of_next else _Said()
             is_of_next, awaits_thread = False, True
         if "rank" in line.lower() and (told := _said(line, is_new or awaits_thread)):
@@ -350,6 +372,18 @@ class _Said(NamedTuple):
 
     rank: int | None = None
     local_rank: int | None = None
+    pid: int = 0  # 0: not told
+    at: int = 0  # number of the line
+
+    @property
+    def tells(self) -> bool:
+        return self.rank is not None or self.local_rank is not None
+
+    def with_more(self, told: _Said | None, at: int) -> _Said:
+        told = told or _Said()
+        rank = self.rank if told.rank is None else told.rank
+        local = self.local_rank if told.local_rank is None else told.local_rank
+        return _Said(rank, local, self.pid, at)
 
 
 def _said(line: str, is_of_process: bool) -> _Said | None:
@@ -373,6 +407,7 @@ class _Writer:
     def __init__(self) -> None:
         self.pid = 0
         self.command = ""
+        self.title: int | None = None
         self.dump: Dump | None = None
         self.is_in_stack = False
         self.tid = ""  # from gdb's heading, for the stack that comes next
@@ -391,6 +426,8 @@ class _Writer:
         if found := _NEW_PROCESS.match(line):
             self.pid, self.dump = int(found["pid"]), None
             self.command = re.sub(r"\d", "", found["command"])
+            title = _TITLE.match(found["command"])
+            self.title = int(title[1]) if title else None
         elif found := _GDB_THREAD.match(line):
             self.tid = found[1]
         else:
@@ -412,6 +449,7 @@ class _Writer:
         is_next = dump is not None and dump.form == form
         if dump is None or not is_next or thread.tid in {x.tid for x in dump.threads}:
             self.dump = Dump(None, self.pid, "", "", form, command=self.command)
+            self.dump.title = self.title
         assert self.dump is not None
         if len(self.dump.threads) < _MOST_THREADS:
             self.dump.threads.append(thread)
@@ -453,6 +491,7 @@ def facts_of(dumps: Iterable[Dump], evidence: Evidence) -> list[Fact]:
         told = evidence.rank_of_pid.get(dump.pid, NOT_TOLD)
         if dump.rank is None and told != NOT_TOLD:
             dump.rank = told
+    _name_by_titles(ranks)
     by_rank: dict[int, list[Dump]] = defaultdict(list)
     unnamed = [dump for dump in ranks if dump.rank is None]
     for dump in ranks:
@@ -507,6 +546,19 @@ def _take_back_labels(dumps: Sequence[Dump]) -> None:
         if len({dump.pid for dump in some}) > 1:
             for dump in some:
                 dump.rank = None
+
+
+def _name_by_titles(dumps: Sequence[Dump]) -> None:
+    """Where no rank is told and processes have titles, each with a number of its own."""
+    titled = [dump for dump in dumps if dump.title is not None]
+    by_title: dict[int | None, set[tuple[str, int]]] = defaultdict(set)
+    for dump in titled:
+        by_title[dump.title].add((dump.file, dump.pid))
+    are_told = any(dump.rank is not None for dump in dumps)
+    if are_told or any(len(processes) > 1 for processes in by_title.values()):
+        return
+    for dump in titled:
+        dump.rank = dump.title
 
 
 def _numbered(dumps: Sequence[Dump], evidence: Evidence) -> dict[int, list[Dump]]:

@@ -198,7 +198,7 @@ class Launch:
             ranks -= not_told
         if not self.ends.is_finished:
             told = self._prints.finding(), self._hearsay.tables.finding()
-            more = (*told, self._ras.ahead)
+            more = (*told, *self._ras.findings)
             evidence.findings += filter(None, more)
 
 

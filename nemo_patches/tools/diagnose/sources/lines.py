@@ -129,11 +129,12 @@ _SECTION = re.compile(
     r"[Rr]ank[ _:#=-]{0,2}(?P<rank>\d{1,6})(?:[ .](?:STDOUT|STDERR|log|out|err|stdout|stderr)){0,2}"
     r" ?<?[=#*-]{2,}$)|[=#*-]{3,} ?\S.{0,200}[=#*-]{2,}$|==> \S+ <==$"
 )
-# What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output and srun
-# -l the job's.
+# What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output,
+# horovodrun and srun -l the job's.
 _TEE = re.compile(
     r"\[default(\d{1,6})\]: ?|"
-    r"\[\d{1,9},(?:mpirank:)?(\d{1,6})(?:,[\w-]{1,80})?\]<std(?:err|out)>: ?"
+    r"(?:[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d [\d:]{8} \d{4})?"
+    r"\[(?:\d{1,9},(?:mpirank:)?)?(\d{1,6})(?:,[\w-]{1,80})?\]<std(?:err|out)>: ?"
 )
 _SRUN_LABEL = re.compile(r" {0,5}(\d{1,6}): ")
 # From such a line on.

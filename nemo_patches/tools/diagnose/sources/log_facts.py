@@ -302,12 +302,16 @@ class LaunchFacts:
         fact = self.facts.get((rank, Condition, conditions.RAISED, ""))
         return fact is not None and "CUDA error" in fact.condition_text
 
+    def explain(self, rank: int, kind: str, text: str) -> None:
+        """Say more of a condition."""
+        key = (rank, Condition, kind, "")
+        value = replace(self.facts[key].condition, text=text)
+        self.facts[key] = replace(self.facts[key], value=value)
+
     def explain_exception(self, rank: int, why: str) -> None:
-        key = (rank, Condition, conditions.RAISED, "")
-        raised = self.facts[key]
+        raised = self.facts[rank, Condition, conditions.RAISED, ""]
         text = f"{raised.condition_text.rstrip('.')}, {why}"
-        value = replace(raised.condition, text=text)
-        self.facts[key] = replace(raised, value=value)
+        self.explain(rank, conditions.RAISED, text)
 
     def has(self, rank: int, condition: str) -> bool:
         return (rank, Condition, condition, "") in self.facts

@@ -12,7 +12,9 @@ from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Finding
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
-from nemo_patches.tools.diagnose.verdicts import finding
+from nemo_patches.tools.diagnose.verdicts import finding, out_of_step, parties
+
+_BY_HOROVOD = ", by Horovod"
 
 
 @dataclass
@@ -38,18 +40,33 @@ class RasLines:
         self._found = found
         self._communicators: dict[str, _Communicator] = defaultdict(_Communicator)
         self._name = ""
-        self.ahead: Finding | None = None
+        self.findings: list[Finding] = []
+        # Of Horovod's last report: by rank, the tensors that it had not given
+        self._lacks: dict[int, list[str]] = {}
         self._ready: set[int] = set()  # by Horovod's reports
         self._ready_at: Line | None = None
+        self._tensor_at = 0  # number of the last line that names who lacks a tensor
         self._horovod_at = 0  # number of the line that may list a missing rank
 
     def take_horovod(self, found: re.Match[str], line: Line) -> None:
         self._horovod_at = line.number + 1
+        self._lacks.clear()
 
     def take_horovod_rank(self, told: re.Match[str], line: Line) -> None:
         if line.number == self._horovod_at:
-            self._missing(int(told[1]), f"to {told[2]}, by Horovod", line)
+            rank, tensors = int(told[1]), told[2].split(", ")
+            self._missing(rank, f"to {tensors[0]}{_BY_HOROVOD}", line)
+            self._lacks[rank] = tensors
             self._horovod_at += 1
+
+    def take_horovod_tensor(self, told: re.Match[str], line: Line) -> None:
+        """Its first form: who had not given each tensor."""
+        if self._tensor_at != line.number - 1:
+            self._lacks.clear()
+        self._tensor_at = line.number
+        for rank in ranks_in(told["ranks"]):
+            self._missing(rank, f"to {told['tensor']}{_BY_HOROVOD}", line)
+            self._lacks.setdefault(rank, []).append(told["tensor"])
 
     def take_ready(self, found: re.Match[str], line: Line) -> None:
         """Horovod's older report names only those that have come."""
@@ -81,6 +98,7 @@ class RasLines:
         if (line := self._ready_at) is not None:
             for rank in sorted(set(range(self._found.world_size)) - self._ready):
                 self._missing(rank, "to a tensor that others gave, by Horovod", line)
+        self._finish_horovod()
         for one in self._communicators.values():
             self._note_ahead(one)
             counts = one.last < 0
@@ -90,6 +108,34 @@ class RasLines:
                         f"as others: {what}" if counts else f"to operation {one.last}"
                     )
                     self._missing(rank, f"{title}, by NCCL's RAS; {process}", line)
+
+    def _finish_horovod(self) -> None:
+        """Two parties that lack each other's tensors: both wait, and the fewer are apart."""
+        lacks = self._lacks
+        by_first = parties((tensors[0], rank) for rank, tensors in lacks.items())
+        if len(by_first) != 2:
+            return
+        (theirs, few), (own, many) = by_first.items()
+        size = max(self._found.world_size, 1 + max(lacks))
+        of_few, of_many = (
+            {one for rank in ranks for one in lacks[rank]} for ranks in (few, many)
+        )
+        is_whole = not any(one.endswith("...") for one in of_few | of_many)
+        if len(lacks) < size and not (is_whole and of_few.isdisjoint(of_many)):
+            return
+        told = [(rank, conditions.MISSING) for rank in lacks]
+        told = [one for one in told if self._found.has(*one)]
+        is_odd = len(few) < len(many)
+        for rank in {rank for rank, _ in told} - {*(few if is_odd else ())}:
+            self._found.facts.pop((rank, Condition, conditions.MISSING, ""))
+        if told and is_odd:
+            text = (
+                f"to {theirs}{_BY_HOROVOD}, and alone in {own}: different collectives"
+            )
+            for rank in few:
+                self._found.explain(rank, conditions.MISSING, text)
+        elif told:
+            self.findings.append(out_of_step({own: few, theirs: many}, {}))
 
     def _note_ahead(self, one: _Communicator) -> None:
         """RAS lists the few, whether they are behind or ahead."""
@@ -104,4 +150,4 @@ class RasLines:
                 f" {one.usual}: those few are ahead, and which of the others they wait for,"
                 f" NCCL's RAS does not tell [{next(iter(ahead.values())).cite}]."
             )
-            self.ahead = finding(NOT_ENOUGH, text)
+            self.findings.append(finding(NOT_ENOUGH, text))

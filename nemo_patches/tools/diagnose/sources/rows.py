@@ -722,7 +722,15 @@ ROWS = (
     ),
     _row("Missing ranks:", "^Missing ranks:$", reader="horovod"),
     _row(
-        ": [", r"^(\d{1,7}): \[(\S{1,200}?)[,\]]", reader="horovod_rank", follows=True
+        ": [",
+        r"^(\d{1,7})!?: \[(\S{1,200}?(?:, \S{1,200}?){0,20}(?: \.\.\.)?)\]$",
+        reader="horovod_rank",
+        follows=True,
+    ),
+    _row(
+        "[missing ranks:",
+        rf"(?P<tensor>\S{{1,200}}) \[missing ranks: ?(?P<ranks>{_RANKS})\]",
+        reader="horovod_tensor",
     ),
     _row("#", r"^#(\d{1,6}-\d{1,6}) \(\w{1,40}\) [A-Z]", reader="ras", follows=True),
     _row(
