@@ -1167,6 +1167,7 @@ EXAMPLES = (
     "DEBUG Lock 140213 not acquired on /data/cache/manifest.lock, waiting 0.05 seconds",
     "Missing ranks:",
     "3: [allreduce.noname.1]",
+    "horovodrun: all workers exited with code 0",
     "horovod/operations.cc:588] HorovodBroadcast_bias_0 [missing ranks: 1]",
     "#0-0 (FULL) RUNNING",
     "  2 ranks have launched up to operation 7",

@@ -12,6 +12,7 @@ from itertools import takewhile
 
 from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging import waits
+from nemo_patches.judging.kinds import PERHAPS
 from nemo_patches.judging.waits import NamedFrame
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import frame_text
@@ -201,7 +202,7 @@ def _of_jax(calls: Sequence[NamedFrame]) -> str:
     if collective := next(met, ""):
         return collective
     is_read = bool(calls) and _JAX_READS.search(calls[0].at) is not None
-    return f"{waits.PERHAPS}the device, in {calls[0].function}()" if is_read else ""
+    return f"{PERHAPS}the device, in {calls[0].function}()" if is_read else ""
 
 
 def _our_sync(frames: Sequence[Frame]) -> str:

@@ -193,10 +193,11 @@ class Launch:
         self._gpus.finish()
         evidence.printed |= self._prints.printed
         self._c10d.finish(evidence, self._by_file)
+        self.ends.leave_out_overcome()
         not_told = self.found.without_local_ranks()
         for ranks in evidence.groups.values():
             ranks -= not_told
-        if not self.ends.is_finished:
+        if not self.ends.is_finished and not self.ends.has_succeeded:
             told = self._prints.finding(), self._hearsay.tables.finding()
             more = (*told, *self._ras.findings)
             evidence.findings += filter(None, more)

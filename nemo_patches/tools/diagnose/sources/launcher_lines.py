@@ -47,6 +47,7 @@ _REASONS = (
 _KILLED_BY_LAUNCHER = Condition(
     conditions.TERMINATED, "SIGKILL by its launcher, as others had failed"
 )
+_AT_WORK = "while executing a task"  # by Ray's agent, of workers that a job's end takes down, too
 _RAY_LINES = 16  # in which the process id and the reason of a death follow
 # Of a table's times: torchrun looks at its processes one after the other.
 _PATIENCE_S = 5.0
@@ -87,11 +88,18 @@ class LauncherLines:
         self._local_ranks: dict[int, int] = {}  # by pid, of its processes
         # The last that tells of an end in good order.
         self._finished: Line | None = None
+        # By file, the number of the line that tells so of the whole job
+        self._succeeded: dict[str, int] = {}
 
     @property
     def is_finished(self) -> bool:
         """Whether training has come to its end."""
         return self._finished is not None
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether that is told of the whole job, and nothing is left that came after it."""
+        return bool(self._succeeded) and not self._found.tells_anything
 
     @property
     def is_requeued(self) -> bool:
@@ -116,7 +124,24 @@ class LauncherLines:
             self._tell(Condition(row.kind, text), line, rank)
 
     def take_finished(self, found: re.Match[str], line: Line) -> None:
+        self._end_ray()  # it died before this
         self._finished = line
+
+    def take_succeeded(self, found: re.Match[str], line: Line) -> None:
+        self._end_ray()
+        self._succeeded[line.file] = line.number
+
+    def leave_out_overcome(self) -> None:
+        """Of what is told before its launcher tells that the whole job has ended well."""
+        if not self._succeeded:
+            return
+
+        def is_overcome(fact: Fact) -> bool:
+            file, _, number = fact.cite.rpartition(":")
+            is_end = bool(fact.condition_kind) or fact.entry is not None
+            return is_end and int(number) < self._succeeded.get(file, 0)
+
+        self._found.leave_out(is_overcome)
 
     def take_tasks_out_of_memory(self, told: re.Match[str], line: Line) -> None:
         self._out_of_memory |= dict.fromkeys(ranks_in(told["tasks"]), line)
@@ -235,17 +260,20 @@ class LauncherLines:
         """Of a process that ended after training had, an end is no cause."""
         if condition is None:
             return
-        done = self._finished
-        is_after = (
-            done is not None and done.file == line.file and done.number <= line.number
-        )
-        if done is not None and is_after and not self._found.is_over:
+        done = self._end_before(line)
+        if done is not None and not self._found.is_over:
             if condition.kind == conditions.TERMINATED:
                 return
             text = f"{condition.text}, after training had come to its end [{done.cite}]"
             condition = Condition(conditions.FAILED, text)
         clock = clock if at else ""
         self._found.note(Fact(rank, condition, line.cite, at, clock, own=False), line)
+
+    def _end_before(self, line: Line) -> Line | None:
+        """The line that tells the end of training in good order, if that was before."""
+        done = self._finished
+        is_after = done and done.file == line.file and done.number <= line.number
+        return done if is_after else None
 
     def take_ray_death(self, found: re.Match[str], line: Line) -> None:
         self._end_ray()
@@ -270,7 +298,7 @@ class LauncherLines:
     def _end_ray(self) -> None:
         line, pid, signal = self._ray, self._ray_pid, self._ray_signal
         self._ray, self._ray_pid, self._ray_signal = None, "", ""
-        if line is None:
+        if line is None or (_AT_WORK in line.text and self._end_before(line)):
             return
         process = f" (pid {pid})" if pid else ""
         died = Condition(conditions.DIED, f"{conditions.UNTOLD}{process}")

@@ -144,6 +144,7 @@ _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F"
     r" )|\[rank\d{1,7}\]:|"
     r"ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
+    r"|^\((?:\w[\w.:-]{0,80} pid=\d|raylet\b)"
     r"|^(?:slurmstepd[\w.-]{0,80}|srun|prterun|mpirun): |^[EWIF]\d{4} \d\d:|^\d{4}-\d\d-\d\d["
     r" T]\d\d:"
     r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception"

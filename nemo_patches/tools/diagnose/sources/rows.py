@@ -421,15 +421,22 @@ ROWS = (
     _row(  # what programs write when training has come to its end, in good order
         "eturning from train|raining finished|raining complete|raining done|inished training|"
         "Trainer.fit` stopped|Done waiting for|inal validation m|inal eval|inal test|inal check|"
-        "inal model|succeeded",
+        "inal model",
         r"[Rr]eturning from train|(?:[Tt]raining (?:has |is"
         r" )?(?:finished|completed?|done)|[Ff]inished training)"
         r"(?! (?:for |of )?(?:it|iter\w*|step|batch|epoch|update|round|stage|fold)\b)|"
         r"`Trainer\.fit` stopped: `max_|Done waiting for other agents|"
         r"\b[Ff]inal (?:validation|test|eval\w*) (?:metrics|results)\b|[Ss]aved (?:the )?final "
-        r"(?:checkpoint|model)|[Ff]inal (?:checkpoint|model) (?:was |is )?(?:saved|written)|"
-        r"\bJob '\S{1,80}' succeeded",
+        r"(?:checkpoint|model)|[Ff]inal (?:checkpoint|model) (?:was |is )?(?:saved|written)",
         reader="finished",
+    ),
+    _row(  # what launchers write of the whole job
+        "succeeded|successfully|cleanly|normally|code 0|status 0",
+        r"\bJob '\S{1,80}' succeeded|\b[Aa]ll (?:\d{1,7} )?"
+        r"(?:workers|processes|ranks|tasks|trainers) (?:have |has )?(?:succeeded|"
+        r"(?:exited|finished|completed|ended|done|terminated) (?:successfully|cleanly|normally|"
+        r"with (?:an? )?(?:exit )?(?:code|status) 0)\b)",
+        reader="succeeded",
     ),
     _row(
         "Out Of Memory",
