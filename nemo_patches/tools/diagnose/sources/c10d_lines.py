@@ -77,6 +77,7 @@ class C10dLines:
         self._gone_on: set[int] = set()
         self._missing: set[int] = set()  # of fr_trace's report so far
         self._barriers: dict[str, _Barrier] = {}  # by key
+        self._of_paddle: dict[tuple[int, str, int], _TimedOut] = {}
         self._stack_of: Line | None = None  # whose stack is being written
         self._stack: list[tuple[str, str, str]] = []
         self._last_frame = 0  # number of its line
@@ -214,6 +215,21 @@ class C10dLines:
             title = "the set-up of the first NCCL communicator"
             self._lagging.setdefault(first, (title, line))
 
+    def take_paddle(self, told: re.Match[str], line: Line) -> None:
+        """Paddle's watchdog tells each group's last collective, and those that timed out."""
+        rank, number, group = (
+            int(told["rank"]),
+            int(told["number"]),
+            safe(told["group"]),
+        )
+        entry = Entry(rank, group, number, told["kind"], told["size"] or "")
+        if told["done"] == "1":
+            entry = entry._replace(done=True)
+        elif told["timed_out"]:
+            self._waited(rank, f"{entry.kind}, number {number}, timed out", line)
+        if len(self._of_paddle) < MOST_KEPT:
+            self._of_paddle[rank, group, number] = entry, line
+
     def take_barrier(self, found: re.Match[str], line: Line) -> None:
         rank, key, size, came = int(found[2]), found[3], int(found[4]), int(found[5])
         self._found.has_size(size)
@@ -256,6 +272,9 @@ class C10dLines:
         self._end_stack()
         self._finish_reports()
         self._finish_barriers()
+        if conditions.WAITED in self._found.kinds:
+            for entry, line in self._of_paddle.values():
+                self._found.add(entry.rank, entry, line)
         timeouts = [
             (one._replace(group=self._group(one)), line)
             for one, line in self._comparable()

@@ -72,6 +72,7 @@ _RAN_OUT = re.compile(
 )
 _IS_DONE = re.compile(r"(?i)\b(?:done|finish\w*|complet\w*|exit\w*|fertig)\b|完成|结束")
 WORDS_OF_AN_END = ("o more ", "o further ", "ut of ", "xhausted", " loop", "weiteren ")
+_TYPED = ("$ ", "# ", "+ ")  # how a command begins, which no rank printed
 _MOST_AFTER = 4  # lines of a rank that has run out: where it waits
 # One of these is in each line that begins such prints.
 WORDS = ("ncoder", "reduce", "gather", "arrier")
@@ -182,6 +183,7 @@ class EncoderPrints:
     def take(self, line: Line) -> None:
         rank, text = line.rank, line.text
         own = _OWN.match(text) or (text[-1:].isdecimal() and _AT_THE_END.match(text))
+        own = None if text.startswith(_TYPED) else own
         if line.has_prefix or own:
             self._see(int(own[1]) if own and not line.has_prefix else rank, line)
         elif rank >= 0:

@@ -6,6 +6,7 @@ Likewise of Ascend's devices: their table of ranks tells it.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
@@ -30,6 +31,11 @@ class GpuLines:
         self._failed: list[tuple[int, set[str], str, Line]] = []
         self._entry: dict[str, str] = {}  # of the table of devices
         self._lost: dict[tuple[str, int], Line] = {}
+        # Of HCCL's processes by id: its rank and device in the largest group; its address
+        self._entered: dict[int, tuple[int, int]] = {}
+        self._addresses: dict[int, str] = {}
+        self._size = 0  # of that group
+        self._root = ""  # the address of its first rank
 
     def take_gpu(self, both: re.Match[str], line: Line) -> None:
         if both["rank"]:
@@ -62,6 +68,43 @@ class GpuLines:
         told = line._replace(text=text)
         self._lost.setdefault((found["at"], int(found["number"])), told)
 
+    def take_entered(self, found: re.Match[str], line: Line) -> None:
+        """HCCL's process begins to make a group: with its rank, and its device's number."""
+        size, rank, device = (int(found[name]) for name in ("size", "rank", "device"))
+        if size > self._size:
+            self._entered.clear()
+            self._size, self._root = size, found["root"]
+        if size == self._size and len(self._entered) < MOST_KEPT:
+            self._entered[int(found["pid"])] = rank, device
+
+    def take_own_address(self, found: re.Match[str], line: Line) -> None:
+        if len(self._addresses) < MOST_KEPT:
+            self._addresses[int(found[1])] = found[2]
+
+    def _name_lost(self) -> None:
+        """A host's ranks follow one another as its devices do, if all that is told agrees: the
+        first rank is the root's, others are by their processes' own addresses, and the only host
+        left is at the only address left.
+        """
+        first_of = {pid: rank - device for pid, (rank, device) in self._entered.items()}
+        per_host = 1 + max((device for _, device in self._entered.values()), default=0)
+        hosts = set(range(0, self._size, per_host))
+        firsts = sorted({0, *first_of.values()})
+        apart = {second - first for first, second in pairwise(firsts)}
+        if min(apart, default=0) != per_host or not hosts.issuperset(firsts):
+            return
+        first_at = {self._root: 0}
+        for pid, address in self._addresses.items():
+            if pid in first_of:
+                first_at.setdefault(address, first_of[pid])
+        left = hosts - {*first_at.values()}
+        unknown = {at for at, _ in self._lost} - first_at.keys()
+        if len(left) == len(unknown) == 1:
+            first_at |= zip(unknown, left, strict=True)
+        for at, number in self._lost:
+            if at in first_at and number < per_host:
+                self._note(at, number, first_at[at] + number)
+
     def _note(self, at: str, number: int, rank: int, size: int = 0) -> None:
         """size: of the group, of which the largest is the job."""
         gpu = _short(at), number
@@ -90,6 +133,7 @@ class GpuLines:
         """A rank whose CUDA error the kernel explains; or, where others waited in vain, one that
         says nothing itself.
         """
+        self._name_lost()
         of_job = self._of_job()
         waited = not self._found.kinds.isdisjoint({conditions.WAITED, conditions.CUT})
         why: dict[int, str] = {}

@@ -152,8 +152,11 @@ _GENERAL = (
     (  # of a name, which is no rank's
         TOLD_ABSENT,
         r"\b(?:[Nn]ode|[Hh]ost|[Aa]gent|[Pp]od) ['\"]?(?P<who>[\w.-]*[A-Za-z][\w.-]*)"
-        r"(?P<ranks>)['\"]? (?:has |is |was )?(?:failed to send|missed|lost|not responding|"
-        r"unreachable|unresponsive|stopped responding|did not respond|declared dead)\b",
+        r"(?P<ranks>)['\"]?(?: (?:on|at) (?:host |node )?[\w.-]{1,80})?:? (?:has |is |was )?"
+        r"(?:failed to send|missed|lost|not responding|unreachable|unresponsive|"
+        r"stopped responding|did not respond|declared dead|NODE_ERROR|"
+        r"(?:failed|did not pass) (?:the |its )?(?:\w{1,20}[ _-]){0,2}(?:check|test)|"
+        r"(?:\w{1,20}[ _-]){1,3}(?:check|test)s? (?:has |have )?failed)\b",
     ),
     (
         TOLD_ABSENT,

@@ -35,7 +35,21 @@ _MOST_SHAPES = 1 << 9  # of lines
 # Of Kubernetes' objects, whose namespace stands beneath their name
 _NAMED = re.compile(r"\s*['\"]?[Nn]ame['\"]?: +['\"]?([a-z][\w.-]{0,200})")
 _NAMESPACE = re.compile(r"\s*['\"]?[Nn]amespace['\"]?: ")
-_TOLD_OF_IT = re.compile(r"\s*(?:['\"]?(?:[Rr]eason|[Mm]essage)['\"]?:|Warning\s{2}) ?")
+_DESCRIBED = re.compile(
+    r"\S{0,80} ?[$#] kubectl\b.{0,200} describe pods?[ /](?P<name>[a-z][\w.-]{0,200})"
+)
+# Of its environment, as described or in YAML: its rank, and of how many
+_IN_ENVIRONMENT = re.compile(
+    r"\s*(?:-\s*)?(?:name:\s*)?(?:(?P<rank>RANK|PROCESS_INDEX|PROCESS_ID|JAX_PROCESS_ID)|"
+    r"(?P<size>WORLD_SIZE|PROCESS_COUNT|NUM_PROCESSES|JAX_NUM_PROCESSES))"
+    r"(?::|,? *value:)\s+['\"]?(?:(?P<value>\d{1,6})\b|.*\[['\"].{0,80}completion-index['\"]\])"
+)
+# So a pod starts several ranks, and its own number is no rank.
+_SEVERAL = re.compile(r"\s*(?:[\w.]+/gpu|\w*NPROC_PER_NODE):\s+['\"]?(?:[2-9]|\d\d)")
+_INDEX = re.compile(r".{0,200}\bjob-completion-index\s?[=:]\s?['\"]?(\d{1,6})\b")
+_TOLD_OF_IT = re.compile(
+    r"\s*(?:['\"]?(?:[Rr]eason|[Mm]essage|[Ee]xit ?[Cc]ode)['\"]?:|Warning\s{2}) ?"
+)
 _IP = re.compile(r"\bip=([\d.]{7,15})\b")
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
@@ -57,6 +71,14 @@ class Launch:
         self._places = PlaceLines(self.found, self._hearsay.tables)
         self._text_before = ""
         self._object = ""  # of Kubernetes, that the file describes
+        self._index = NOT_TOLD  # of that, in its job
+        self._mapped = ""  # node
+        # Of pods by name, the rank in their environment; of how many the last one is; and those
+        # that start several ranks
+        self._ranks_of_pods: dict[str, int] = {}
+        self._pods = 0
+        self._several: set[str] = set()
+        self._of_processes: set[str] = set()  # whose number is a process's all the same
         self._first: Line | None = None
         self._last: Line | None = None
         self._rows = [(row, self._reader_of(row)) for row in ROWS]
@@ -107,11 +129,43 @@ class Launch:
 
     def _of_object(self, line: Line) -> Line:
         """With the name that stands above what is told of it."""
-        if _NAMESPACE.match(line.text) and (name := _NAMED.match(self._text_before)):
-            self._object = name[1]
+        name = _DESCRIBED.match(line.text)
+        if _NAMESPACE.match(line.text):
+            name = _NAMED.match(self._text_before)
+        if name and name[1] != self._object:
+            self._object, self._index = name[1], NOT_TOLD
+        if self._object:
+            self._take_environment(line.text)
         if self._object and _TOLD_OF_IT.match(line.text):
             return line._replace(text=f"[{self._object}] {line.text.strip()}")
         return line
+
+    def _take_environment(self, text: str) -> None:
+        if index := _INDEX.match(text):
+            self._index = int(index[1])
+        if _SEVERAL.match(text):
+            self._several.add(self._object)
+        # In YAML the value is in the line beneath.
+        is_value = text.lstrip().startswith("value:")
+        told = _IN_ENVIRONMENT.match(
+            f"{self._text_before} {text}" if is_value else text
+        )
+        if told is None:
+            return
+        value = self._index if told["value"] is None else int(told["value"])
+        if told["size"]:
+            self._pods = value
+        elif value != NOT_TOLD and len(self._ranks_of_pods) < MOST_KEPT:
+            self._ranks_of_pods[self._object] = value
+            if told["rank"] != "RANK":
+                self._of_processes.add(self._object)
+
+    def _name_pods(self) -> None:
+        """Where a pod starts several ranks, the number in its environment is a node's."""
+        size = max(self.found.world_size, 1 + max(self.found.ranks(), default=NOT_TOLD))
+        if self._several <= self._of_processes and size <= self._pods:
+            self.found.note_names({pod: {r} for pod, r in self._ranks_of_pods.items()})
+            self.found.has_size(self._pods)
 
     def _with_rank_of_pid(self, line: Line) -> Line:
         """Ray and others write the process before its lines, and its rank once."""
@@ -159,6 +213,14 @@ class Launch:
     def take_size(self, found: re.Match[str], line: Line) -> None:
         self.found.has_size(found[1])
 
+    def take_mapped_node(self, found: re.Match[str], line: Line) -> None:
+        """Of the map that mpirun shows: a node, and in the lines beneath its ranks."""
+        self._mapped = found[1]
+
+    def take_mapped_rank(self, found: re.Match[str], line: Line) -> None:
+        if self._mapped and len(self.found.ranks_of_name) < MOST_KEPT:
+            self.found.note_names({self._mapped: {int(found[1])}})
+
     def take_address(self, found: re.Match[str], line: Line) -> None:
         self.found.note_address(found[1], line.rank)
 
@@ -181,6 +243,7 @@ class Launch:
         self.found.tell_ranks_of_faults()
         self._ras.finish()
         self._gpus.name_hosts()
+        self._name_pods()
         self._hearsay.finish(self.ends.is_finished)
         if not self.ends.is_finished:
             self._places.finish()

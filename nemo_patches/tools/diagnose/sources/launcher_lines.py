@@ -47,6 +47,10 @@ _REASONS = (
 _KILLED_BY_LAUNCHER = Condition(
     conditions.TERMINATED, "SIGKILL by its launcher, as others had failed"
 )
+_FOR_MEMORY_BY_RAY = re.compile(
+    r"\b(?P<count>\d{1,4}) Workers .{0,60}killed due to memory pressure.{0,200}"
+    r"\bIP: (?P<at>[\d.]{7,15})"
+)
 _AT_WORK = "while executing a task"  # by Ray's agent, of workers that a job's end takes down, too
 _RAY_LINES = 16  # in which the process id and the reason of a death follow
 # Of a table's times: torchrun looks at its processes one after the other.
@@ -71,7 +75,10 @@ class LauncherLines:
         self._cancelled: set[str] = set()
         self._ray: Line | None = None  # a death whose process id may follow
         self._ray_pid = ""
+        self._ray_rank = NOT_TOLD
         self._ray_signal = ""  # of others
+        self._per_node = 0  # ranks, by the configuration
+        self._ray_died: list[tuple[int, str]] = []  # ranks, and the lines that tell it
         self._mpi_rank: int | None = None  # whose exit code may follow
         # By SIGTERM, says srun; Slurm's reason may follow.
         self._terminated: list[tuple[str, Line]] = []
@@ -287,6 +294,15 @@ class LauncherLines:
         if self._is_of_ray(line):
             self._ray_pid = self._ray_pid or pid[1] or pid[2]
 
+    def take_per_node(self, found: re.Match[str], line: Line) -> None:
+        self._per_node = int(found[1])
+
+    def take_ray_name(self, found: re.Match[str], line: Line) -> None:
+        """verl names a worker by its node and its number there: "Ab3WorkerDict_1:3"."""
+        node, number = int(found[1]), int(found[2])
+        if self._is_of_ray(line) and number < self._per_node:
+            self._ray_rank = node * self._per_node + number
+
     def take_ray_signal(self, found: re.Match[str], line: Line) -> None:
         if self._is_of_ray(line):
             self._ray_signal = found[1]
@@ -297,6 +313,7 @@ class LauncherLines:
 
     def _end_ray(self) -> None:
         line, pid, signal = self._ray, self._ray_pid, self._ray_signal
+        by_name, self._ray_rank = self._ray_rank, NOT_TOLD
         self._ray, self._ray_pid, self._ray_signal = None, "", ""
         if line is None or (_AT_WORK in line.text and self._end_before(line)):
             return
@@ -306,10 +323,31 @@ class LauncherLines:
             text = f"{signal}, says Ray, of a worker{process}"
             died = Condition(conditions.TERMINATED, text)
         at = float(line.number)  # it tells at once
-        self._tell(died, line, self._rank_of(pid), at, line.file)
+        rank = self._rank_of(pid)
+        rank = by_name if rank == NOT_TOLD else rank
+        self._tell(died, line, rank, at, line.file)
+        if not signal and len(self._ray_died) < MOST_KEPT:
+            self._ray_died.append((rank, line.text))
+
+    def _finish_ray(self) -> None:
+        """Ray counts the workers that a node's agent killed for memory: those that died there."""
+        for key, fact in [*self._found.facts.items()]:
+            text = self._found.texts.get(fact.cite, "")
+            counted = _FOR_MEMORY_BY_RAY.search(text) if fact.rank == NOT_TOLD else None
+            if counted is None:
+                continue
+            at = rf"\b(?i:ip|address): {re.escape(counted['at'])}(?![.\d])"
+            ranks = {rank for rank, text in self._ray_died if re.search(at, text)}
+            if NOT_TOLD in ranks or len(ranks) != int(counted["count"]):
+                continue
+            del self._found.facts[key]
+            for rank in ranks:
+                self._found.facts.pop((rank, Condition, conditions.DIED, ""), None)
+                self._found.keep(replace(fact, rank=rank))
 
     def finish(self) -> None:
         self._end_ray()
+        self._finish_ray()
         self._finish_out_of_memory()
         if self._nodes == 1:
             for pid, rank in self._local_ranks.items():

@@ -127,6 +127,16 @@ ROWS = (
         of_rank=True,
         follows=True,
     ),
+    _row(
+        "Data for node: ",
+        r"\bData for node: (\S{1,200})\s.{0,80}Num procs: ",
+        reader="mapped_node",
+    ),
+    _row(
+        "Process rank: ",
+        r"\bProcess (?:OMPI )?jobid: .{0,80} Process rank: (\d{1,7})\b",
+        reader="mapped_rank",
+    ),
     _row("Starting with", r"Starting with (\d{1,7}) processes", reader="size"),
     _row(
         "pid",
@@ -192,6 +202,14 @@ ROWS = (
         reader="signal",
     ),
     Row(("ollective",), FINGERPRINT, reader="fingerprints"),
+    _row(
+        "comm_count:",
+        r"Find (?:last group comm|(?P<timed_out>timeout start but not finish)) task:"
+        r".{0,80}?\bgroup_key:(?P<group>\w{1,80}),.{0,9999}?\bglobal_rank:(?P<rank>\d{1,7}),"
+        r".{0,40}?\bcomm_count:(?P<number>\d{1,18}),op:(?P<kind>\w{1,40}),started:1,"
+        r"completed:(?P<done>[01])\b(?:,numel:(?P<size>\d{1,18}))?",
+        reader="paddle",
+    ),
     _row(
         "inconsistent",
         r"DDP expects same model across all ranks, but Rank (\d{1,7}) has (\d{1,9}) params, "
@@ -648,6 +666,18 @@ ROWS = (
         reader="ray_pid",
     ),
     _row(
+        "_per_node",
+        r"\b(?:n_gpus|nproc|num_gpus)_per_node['\"]?\s?[=:]\s?(\d{1,3})\b",
+        reader="per_node",
+        follows=True,
+    ),
+    _row(
+        "name: ",
+        r"^\s{0,16}name: \w{1,80}_(\d{1,5}):(\d{1,5})$",
+        reader="ray_name",
+        follows=True,
+    ),
+    _row(
         "receives a SIG",
         r"The process receives a (SIGTERM|SIGINT)",
         reader="ray_signal",
@@ -759,6 +789,17 @@ ROWS = (
         r"(?:(?P<on>\S{1,200}) kernel: .{0,40})?NVRM: (?P<what>Xid"
         r" \(PCI:(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}).{1,200})",
         reader="gpu",
+    ),
+    _row(
+        "deviceLogicId[",
+        r"\bHCCL\((?P<pid>\d{1,9}),.{0,200}\branks\[(?P<size>\d{1,7})\], rank\[(?P<rank>\d{1,7})\],"
+        r".{0,40}\bhost ip\[(?P<root>[\d.]{7,15})\].{0,300}\bdeviceLogicId\[(?P<device>\d{1,3})\]",
+        reader="entered",
+    ),
+    _row(
+        "rank [",
+        r"\bHCCL\((\d{1,9}),.{0,200}\]rank \[([\d.]{7,15})/\d{1,3}\]: rank \[",
+        reader="own_address",
     ),
     _row(
         "rank_id|device_id|device_ip|server_id",
