@@ -420,6 +420,21 @@ ROWS = (
         of_rank=True,
     ),
     _row(
+        "rankId[",
+        r"EI0002: .{0,200}?\btimes? ?out.{0,2000}:\[hccl_world_group\].{0,200}"
+        r"\brankId\[(?P<rank>\d{1,7})\]",
+        WAITED,
+        "an operation of HCCL timed out",
+    ),
+    _row(  # a kernel's own, of Ascend: no rank that waits ends so
+        "core exception|error exception",
+        r"(?P<what>\bai(?:v(?:ec)?|c(?:ore)?) error exception\b.{0,80}|"
+        r"\b(?:vector|cube|ai) ?core exception\b)",
+        RAISED,
+        "{what}",
+        of_rank=True,
+    ),
+    _row(
         "Observed flight|timeout from another",
         "Observed flight recorder dump signal from|"
         "Received a global timeout from another rank",
