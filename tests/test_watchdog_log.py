@@ -1150,6 +1150,7 @@ EXAMPLES = (
     "process rank 1 with PID 12 on node n1 exited on signal 9",
     "process rank 1 with PID 12 on node n1 exiting improperly",
     "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD",
+    "[rank1]: watchdog: detected a hang after 300 s",
     "      Exit Code:    137",
     "died with <Signals.SIGKILL: 9>",
     "  Remote daemon: prted on node n1",

@@ -174,6 +174,13 @@ ROWS = (
         reader="over",
         follows=True,
     ),
+    _row(  # a job's own watch over hangs
+        "ang detected|eadlock detected|tall detected|etected a |etected hang|etected deadlock|"
+        "etected possible|etected potential",
+        r"(?<!no )(?<!No )\b(?i:hang|deadlock|stall) detected|"
+        r"\b[Dd]etected (?:an? )?(?:possible |potential )?(?:hang|deadlock|stall)\b",
+        reader="hang",
+    ),
     # torch's watchdog, and its reports
     _row(
         "#",
@@ -586,8 +593,7 @@ ROWS = (
         "MPI_A",
         r"(?:MPI_ABORT was invoked on rank (?=\d{1,7} in communicator MPI_COMM_WORLD)|"
         r"called MPI_Abort\(MPI_COMM_WORLD, -?\d{1,9}\) - process )(?P<rank>\d{1,7})",
-        FAILED,
-        "it called MPI_Abort, says mpirun",
+        reader="abort",
     ),
     _end(
         "xit Code|exitCode|exit code|exited with code|Exited (",
