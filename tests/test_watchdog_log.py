@@ -1066,6 +1066,7 @@ EXAMPLES = (
     "[rank1]: prefetch thread died: KeyError('text')",
     "rank 1: exception in prefetch thread: KeyError: 'text'",
     "EI0002: [Rank 1] The wait execution of the Notify register times out.",
+    "Job summary",
     "EI0002: The wait execution times out. group:[hccl_world_group], rankSize[4], rankId[1]]",
     "[rank1]: EZ9999: The error from device, there is an aivec error exception, core id is 2",
     '{"device_id": "2", "device_ip": "10.0.0.7", "rank_id": "10"}',

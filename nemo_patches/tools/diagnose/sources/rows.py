@@ -790,7 +790,13 @@ ROWS = (
         rf"(?P<tensor>\S{{1,200}}) \[missing ranks: ?(?P<ranks>{_RANKS})\]",
         reader="horovod_tensor",
     ),
-    _row("#", r"^#(\d{1,6}-\d{1,6}) \(\w{1,40}\) [A-Z]", reader="ras", follows=True),
+    _row("Job summary", r"^Job summary$", reader="ras_answer"),
+    _row(
+        "#",
+        r"^#(\d{1,6}-\d{1,6} \(\w{1,40}\) [A-Z]\w{0,40})",
+        reader="ras",
+        follows=True,
+    ),
     _row(
         "anks have|ank has",
         r"^\s{1,4}(?P<count>\d{1,7}) ranks? (?:has|have)"
@@ -799,8 +805,9 @@ ROWS = (
     ),
     _row(
         "managed by",
-        r"^\s{1,8}Rank (\d{1,7}) -- GPU \S{1,20} managed by process (\d{1,9})"
-        r" on node (\S{1,80})",
+        r"^\s{1,8}Rank (?P<rank>\d{1,7})(?: has (?P<what>launched up to operation "
+        r"(?P<number>\d{1,18})|\w.{1,80}))? -- GPU \S{1,20} managed by process (?P<pid>\d{1,9})"
+        r" on node (?P<node>\S{1,80})",
         reader="ras_rank",
     ),
     _row(
