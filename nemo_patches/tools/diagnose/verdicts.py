@@ -140,7 +140,7 @@ def shown_lines(evidence: Iterable[str]) -> tuple[str, ...]:
 def by_party(members: Iterable[tuple[str, int]], words: str = "{who} in {what}") -> str:
     """ "rank 0 in barrier; ranks 1-2 in all_reduce"; empty if there is one party only."""
     found = parties(members).items()
-    told = [words.format(who=named(ranks), what=what) for what, ranks in found]
+    told = [words.format(who=who(ranks), what=what) for what, ranks in found]
     return "; ".join(told[:_MOST_PARTIES]) if len(told) > 1 else ""
 
 

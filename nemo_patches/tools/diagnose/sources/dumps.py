@@ -33,6 +33,7 @@ from nemo_patches.tools.diagnose.rank_facts import (
     Place,
     ProcessRank,
 )
+from nemo_patches.tools.diagnose.sources.hearsay_lines import Steps
 from nemo_patches.tools.diagnose.sources.lines import (
     LOCAL_RANK_OF_COMMAND,
     RANK_OF_COMMAND,
@@ -108,6 +109,8 @@ _HEADS = ("Process", "hread", "Traceback", "gdb", "Attaching")
 _MARK = re.compile(
     rb"Process \d{1,10}: |Thread (?:0x)?[0-9a-fA-F]{1,16} \((?:active|idle)|=== Rank \d|"
     rb"Traceback for thread \d|most recent call first\)|"
+    rb"[Tt]hread [^\n]{1,120}(?:stack(?: ?trace)?|traceback):[ \t\r]*$|"
+    rb"(?:[Ss]tack(?: ?trace)?|[Tt]raceback) (?:of|for) (?:the )?[Tt]hread [^\n]{1,120}:[ \t\r]*$|"
     rb"^[ \t]{0,8}File: \"[^\"\n]{1,500}\", line \d",
     re.MULTILINE,
 )
@@ -116,8 +119,12 @@ _NO_RANKS = re.compile(
     r"torch/distributed/elastic/agent/|deepspeed/launcher/|accelerate/commands/launch|"
     r"multiprocessing/(?:resource_tracker|forkserver)\.py"
 )
-# A collective in the text of the innermost line, for what prints no frames of it.
-_CALLS_COLLECTIVE = re.compile(r"\b(?:dist|distributed|c10d)\.(\w{2,40})\(")
+# A collective in the text of the innermost line, for what prints no frames of it: torch's, and
+# mpi4py's.
+_CALLS_COLLECTIVE = re.compile(
+    r"\b(?:(?:dist|distributed|c10d)\.(?P<torchs>\w{2,40})|(?:comm|COMM_WORLD)\.(?P<mpis>"
+    r"(?i:bcast|barrier|(?:all)?reduce|(?:all)?gather|scatter|alltoall)v?))\("
+)
 _FILE_FRAME = re.compile(
     r'\s{0,8}(?:\(Python\) )?File:? "(?P<file>[^"]+)", line (?P<line>\d{1,9}|\?+),?'
     r" in (?P<name>.+?)\s*$"
@@ -167,16 +174,26 @@ _PYSTACK = _Form(
     innermost_last=True,
     main_last=True,
 )
-_FORMS = (_FAULTHANDLER, _PY_SPY, _GDB, _LOOP, _PYSTACK)
+# What a job's own watch over hangs writes of each thread, as a logger's lines have its rank
+_WATCHS = _Form(
+    re.compile(
+        r"(?:.{0,200}?(?<![A-Za-z_])(?i:rank)[ =:_#-]{0,2}(?P<rank>\d{1,6})\b)?.{0,200}?"
+        r"(?:\b[Tt]hread (?P<one>['\"]?[\w.<> -]{1,80}?['\"]?)(?: \(\w{1,40}\))?:? "
+        r"(?:(?:call )?stack(?: ?trace)?|traceback)|"
+        r"\b(?i:(?:call )?stack(?: ?trace)?|traceback) (?:of|for) (?:the )?[Tt]hread "
+        r"(?P<other>['\"]?[\w.<> -]{1,80}?['\"]?)(?: \(\w{1,40}\))?):\s*$"
+    ),
+    innermost_last=True,
+)
+_FORMS = (_FAULTHANDLER, _PY_SPY, _GDB, _LOOP, _PYSTACK, _WATCHS)
 
 
 @dataclass
 class Dump:
     """One dump of one process. rank: None if not known. in_name: only its file's name tells it.
     label: which prefix or heading does, as one of several. command: without numbers. title: the
-    number in its process's title, or NOT_TOLD. active: ids of
-    threads that run, as py-spy says. line: the text of its last thread's innermost line, where it
-    is printed.
+    number in its process's title, or NOT_TOLD. active: ids of threads that run, as py-spy says.
+    lines: by thread, the text of its innermost line, where it is printed.
     """
 
     rank: int | None
@@ -191,7 +208,7 @@ class Dump:
     title: int | None = None
     threads: list[Thread] = field(default_factory=list)
     active: set[int] = field(default_factory=set)
-    line: str = ""
+    lines: dict[tuple[int, str], str] = field(default_factory=dict)
 
     @property
     def is_worker(self) -> bool:
@@ -276,7 +293,7 @@ def dumps_in(content: bytes, name: str) -> list[Dump]:
         return list(_of_json(content, name))
     if not _MARK.search(content):
         return []
-    return list(_of_text(content.decode(errors="replace"), name))
+    return _of_text(content.decode(errors="replace"), name)
 
 
 def _of_json(content: bytes, name: str) -> Iterator[Dump]:
@@ -304,10 +321,12 @@ def _rank_in_name(name: str) -> int | None:
     return int(bare[1]) if bare and not _NO_RANK.search(base) else None
 
 
-def _of_text(text: str, name: str) -> Iterator[Dump]:
+def _of_text(text: str, name: str) -> list[Dump]:
     """All dumps of a file, in its order; lines of several ranks may be mixed, each with its
-    prefix.
+    prefix. None of those after which the job has gone on.
     """
+    dumps: list[Dump] = []
+    steps = Steps()  # since the last of them
     named, heading = _rank_in_name(name), None
     writers: dict[tuple[int | None, str], _Writer] = {}
     labels: dict[str, None] = {}
@@ -330,6 +349,8 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
             headings += 1
             writers.pop((heading, ""), None)
             continue
+        if (found := _WATCHS.thread.match(line)) and found["rank"]:
+            heading = int(found["rank"])
         if found := _HOST_HEADING.match(line):
             host = found[1]
             continue
@@ -368,7 +389,12 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
             elif not dump.in_name:
                 dump.label = f"{dump.file} {rank} {headings}"
             dump.cite = f"{safe(name, 200)}:{number}"
-            yield dump
+            dumps.append(dump)
+            steps.begin()
+        elif dumps and line[:1].strip() and steps.go_on(line):
+            dumps.clear()
+            writers.clear()
+    return dumps
 
 
 class _Said(NamedTuple):
@@ -440,14 +466,16 @@ class _Writer:
         self.is_in_stack = True
         self.pid = int(told.get("pid") or self.pid)
         tid, self.tid = told.get("tid") or self.tid, ""
+        name = (told.get("one") or told.get("other", "")).strip("'\"")
         thread = Thread(
-            name=told.get("name", ""),
+            name=name or told.get("name", ""),
             tid=int(tid or "0", 10 if tid.isdecimal() else 16),
             has_gil="gil" in told.get("state", ""),
         )
         dump = self.dump
         is_next = dump is not None and dump.form == form
-        if dump is None or not is_next or thread.tid in {x.tid for x in dump.threads}:
+        known = {*map(_key, dump.threads)} if dump else set()
+        if dump is None or not is_next or _key(thread) in known:
             self.dump = Dump(None, self.pid, "", "", form, command=self.command)
             self.dump.title = self.title
         assert self.dump is not None
@@ -455,8 +483,11 @@ class _Writer:
             self.dump.threads.append(thread)
             if told.get("state", "").startswith("active"):
                 self.dump.active.add(thread.tid)
-            self.dump.line = ""
         return None if self.dump is dump else self.dump
+
+
+def _key(thread: Thread) -> tuple[int, str]:
+    return thread.tid, thread.name
 
 
 def _take_frame(dump: Dump, line: str) -> None:
@@ -464,7 +495,7 @@ def _take_frame(dump: Dump, line: str) -> None:
     thread, form = dump.threads[-1], dump.form
     if (found := form.frame.match(line)) is None:
         if line.strip() and (len(thread.frames) == 1 or form.innermost_last):
-            dump.line = line.strip()
+            dump.lines[_key(thread)] = line.strip()
         return
     if len(thread.frames) < _MOST_FRAMES:
         number = found["line"] or ""
@@ -475,7 +506,8 @@ def _take_frame(dump: Dump, line: str) -> None:
             (frame, *thread.frames) if form.innermost_last else (*thread.frames, frame)
         )
         dump.threads[-1] = replace(thread, frames=frames)
-        dump.line = "" if form.innermost_last else dump.line
+        if form.innermost_last:
+            dump.lines.pop(_key(thread), None)
 
 
 def facts_of(dumps: Iterable[Dump], evidence: Evidence) -> list[Fact]:
@@ -596,10 +628,11 @@ def _worker_of(dump: Dump, workers: Sequence[Dump]) -> str:
 
 def _place(dump: Dump, main: Thread, workers: Sequence[Dump]) -> Place:
     found = replace(place(main.frames), counters=main.counters, loops=main.loops)
-    called = _CALLS_COLLECTIVE.search(dump.line)
-    if not found.collective and called and main.tid == dump.threads[-1].tid:
+    called = _CALLS_COLLECTIVE.search(dump.lines.get(_key(main), ""))
+    if not found.collective and called:
         caller = found.where.partition(" < ")[0]
-        return replace(found, collective=called[1], caller=caller)
+        collective = called["torchs"] or called["mpis"]
+        return replace(found, collective=collective, caller=caller)
     if found.collective:
         return found
     details = other_threads(main, dump.threads)

@@ -65,11 +65,16 @@ _FATAL = re.compile(
     r" with the following error|"
     r"Unhandled exception .{0,200}\bproc(?:ess)? ?(?P<pid>\d{1,9})"
 )
-# The line before a traceback that says whose it is: "ERROR .. raised on rank 3"
+# The line before a traceback that says whose it is: "ERROR .. raised on rank 3"; not where it tells
+# of another one
 _WHOSE = re.compile(
-    r"(?i)^(?=.*(?:error|exception|fail|fatal|crash|raise|critical|\[rank \d{1,6}\]$))"
-    r".*(?<![a-z])(?<!local_)(?<!local )(?<!node_)(?<!node )rank(?: ?id)?[\s:=#_-]{0,3}(\d{1,6})\b"
+    r"(?i)^(?!.*(?:failed to pass|\brank\W{0,3}(?P<one>\d{1,6})\b.*\brank\W{0,3}(?!(?P=one)\b)\d))"
+    r"(?=.*(?:error|exception|fail|fatal|crash|raise|critical|\[rank \d{1,6}\]$))"
+    r".*(?<![a-z])(?<!local_)(?<!local )(?<!node_)(?<!node )rank(?: ?id)?[\s:=#_-]{0,3}"
+    r"(?P<rank>\d{1,6})\b"
 )
+# An error's words of its own rank
+_OWN_RANK = re.compile(r"^Rank (\d{1,7}) successfully reached monitoredBarrier")
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
 _OF_LOGGER = re.compile(r"\[[EWIF]\d{0,4} ")  # glog's
 # What a logger writes before it: "12:00:09 | FATAL: "
@@ -249,7 +254,7 @@ class ExceptionLines:
             whose = _WHOSE.match(before) if _BEGINS.match(text) else None
             if whose and not self._is_inner(key):
                 self._end(key)
-                self._fatal[key] = int(whose[1])
+                self._fatal[key] = int(whose["rank"])
             self._take(key, line, text)
 
     def _is_inner(self, key: int) -> bool:
@@ -394,6 +399,8 @@ class ExceptionLines:
                     rank, Condition(conditions.TERMINATED, error.text), error.line
                 )
             return
+        if rank == NOT_TOLD and (own := _OWN_RANK.match(error.message)):
+            rank = int(own[1])
         details = tuple(shown(one) for one in error.lines[-3:] if one.strip())
         kind, start = kind_of(error.as_error)
         text = f"{start}{error.text}"

@@ -51,6 +51,9 @@ _TOLD_OF_IT = re.compile(
     r"\s*(?:['\"]?(?:[Rr]eason|[Mm]essage|[Ee]xit ?[Cc]ode)['\"]?:|Warning\s{2}) ?"
 )
 _IP = re.compile(r"\bip=([\d.]{7,15})\b")
+# A message of torch_npu's: only its first line has the rank before it
+_OF_NPU = re.compile(r"ERR\d{5} ")
+_MORE_OF_NPU = re.compile(r"E[A-Z]\w{4}: |\t| {8}")
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
 
@@ -79,6 +82,7 @@ class Launch:
         self._pods = 0
         self._several: set[str] = set()
         self._of_processes: set[str] = set()  # whose number is a process's all the same
+        self._of_npu = NOT_TOLD  # whose message torch_npu is writing
         self._first: Line | None = None
         self._last: Line | None = None
         self._rows = [(row, self._reader_of(row)) for row in ROWS]
@@ -101,6 +105,7 @@ class Launch:
     def begin_file(self) -> None:
         self.found.is_over = False
         self._object = ""
+        self._of_npu = NOT_TOLD
         self._by_file.append(set())
 
     def take(self, line: Line) -> None:
@@ -113,7 +118,7 @@ class Launch:
             self._stalls.take(ours, line)
             return
         line = self._of_object(line)
-        line = self._with_rank_of_pid(line)
+        line = self._with_rank_of_npu(self._with_rank_of_pid(line))
         text_before, self._text_before = self._text_before, line.text
         if is_no_event(line.text, text_before):
             return
@@ -175,6 +180,13 @@ class Launch:
         if writer is None or rank < 0 or line.has_prefix:
             return line
         return line._replace(text=line.text[writer.end() :], rank=rank, has_prefix=True)
+
+    def _with_rank_of_npu(self, line: Line) -> Line:
+        if line.has_prefix or not _MORE_OF_NPU.match(line.text):
+            self._of_npu = line.rank if _OF_NPU.match(line.text) else NOT_TOLD
+        elif self._of_npu >= 0 and not self.tracebacks.is_reading:
+            return line._replace(rank=self._of_npu, has_prefix=True)
+        return line
 
     def _apply_rows(self, line: Line) -> bool:
         """Whether a row of an end knows the line."""

@@ -79,6 +79,9 @@ class LauncherLines:
         self._ray_signal = ""  # of others
         self._per_node = 0  # ranks, by the configuration
         self._ray_died: list[tuple[int, str]] = []  # ranks, and the lines that tell it
+        self._hung_in = (
+            ""  # the last file in which a watch of the job's own tells of a hang
+        )
         self._mpi_rank: int | None = None  # whose exit code may follow
         # By SIGTERM, says srun; Slurm's reason may follow.
         self._terminated: list[tuple[str, Line]] = []
@@ -129,6 +132,16 @@ class LauncherLines:
             self._tell_at_once(row.kind, text, line)
         else:
             self._tell(Condition(row.kind, text), line, rank)
+
+    def take_hang(self, found: re.Match[str], line: Line) -> None:
+        self._hung_in = line.file
+
+    def take_abort(self, found: re.Match[str], line: Line) -> None:
+        """Its program has asked for it: as one that waited may, in a job that hung."""
+        hung = self._found.is_over or self._hung_in == line.file
+        kind = conditions.ABORTED if hung else conditions.FAILED
+        text = "it called MPI_Abort, says mpirun"
+        self._tell(Condition(kind, text), line, int(found["rank"]))
 
     def take_finished(self, found: re.Match[str], line: Line) -> None:
         self._end_ray()  # it died before this

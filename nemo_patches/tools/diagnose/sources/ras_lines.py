@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Finding
-from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition, Motion
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.verdicts import finding, out_of_step, parties
@@ -39,6 +39,8 @@ class RasLines:
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
         self._communicators: dict[str, _Communicator] = defaultdict(_Communicator)
+        # Of the answer before, by communicator: its listed ranks' operations
+        self._before: dict[str, dict[int, int]] = {}
         self._name = ""
         self.findings: list[Finding] = []
         # Of Horovod's last report: by rank, the tensors that it had not given
@@ -74,8 +76,22 @@ class RasLines:
             self._ready.update(ranks_in(one))
         self._ready_at = line
 
+    def take_ras_answer(self, found: re.Match[str], line: Line) -> None:
+        """The last one counts."""
+        for name in [*self._communicators]:
+            self._end_answer(name)
+        self._name = ""
+
     def take_ras(self, group: re.Match[str], line: Line) -> None:
         self._name = group[1]
+        if self._name in self._communicators:  # of an answer without its head
+            self._end_answer(self._name)
+
+    def _end_answer(self, name: str) -> None:
+        ranks = self._communicators.pop(name).ranks
+        self._before[name] = {
+            rank: number for rank, ((_, number, _), *_) in ranks.items()
+        }
 
     def take_ras_state(self, told: re.Match[str], line: Line) -> None:
         if self._name and len(self._communicators) < MOST_KEPT:
@@ -85,11 +101,16 @@ class RasLines:
             one.most, one.usual = max((one.most, one.usual), (count, number))
             one.state = told["what"], number, count
 
-    def take_ras_rank(self, rank: re.Match[str], line: Line) -> None:
+    def take_ras_rank(self, told: re.Match[str], line: Line) -> None:
         one = self._communicators[self._name]
-        if one.state[0] and len(one.ranks) < MOST_KEPT:
-            process = f"process {rank[2]} on {rank[3]}"
-            one.ranks[int(rank[1])] = one.state, process, line
+        state = one.state
+        if told["what"]:  # of this rank alone
+            number = int(told["number"] or NOT_TOLD)
+            one.last = max(one.last, number)
+            state = told["what"], number, 1
+        if state[0] and len(one.ranks) < MOST_KEPT:
+            process = f"process {told['pid']} on {told['node']}"
+            one.ranks[int(told["rank"])] = state, process, line
 
     def _missing(self, rank: int, text: str, line: Line) -> None:
         self._found.add(rank, Condition(conditions.MISSING, text), line, own=False)
@@ -99,15 +120,21 @@ class RasLines:
             for rank in sorted(set(range(self._found.world_size)) - self._ready):
                 self._missing(rank, "to a tensor that others gave, by Horovod", line)
         self._finish_horovod()
-        for one in self._communicators.values():
+        for name, one in self._communicators.items():
             self._note_ahead(one)
             counts = one.last < 0
+            before = self._before.get(name, {})
             for rank, ((what, number, count), process, line) in one.ranks.items():
-                if count < one.most if counts else number < one.last:
+                if number > before.get(rank, number):
+                    by = f"by NCCL's RAS from operation {before[rank]} to {number}"
+                    self._found.add(rank, Motion(moved=True, by=by), line)
+                elif count < one.most if counts else number < one.last:
                     title = (
                         f"as others: {what}" if counts else f"to operation {one.last}"
                     )
-                    self._missing(rank, f"{title}, by NCCL's RAS; {process}", line)
+                    twice = ", twice the same" if rank in before else ""
+                    by = f"{title}, by NCCL's RAS{twice}; {process}"
+                    self._missing(rank, by, line)
 
     def _finish_horovod(self) -> None:
         """Two parties that lack each other's tensors: both wait, and the fewer are apart."""

@@ -174,6 +174,13 @@ ROWS = (
         reader="over",
         follows=True,
     ),
+    _row(  # a job's own watch over hangs
+        "ang detected|eadlock detected|tall detected|etected a |etected hang|etected deadlock|"
+        "etected possible|etected potential",
+        r"(?<!no )(?<!No )\b(?i:hang|deadlock|stall) detected|"
+        r"\b[Dd]etected (?:an? )?(?:possible |potential )?(?:hang|deadlock|stall)\b",
+        reader="hang",
+    ),
     # torch's watchdog, and its reports
     _row(
         "#",
@@ -420,6 +427,21 @@ ROWS = (
         of_rank=True,
     ),
     _row(
+        "rankId[",
+        r"EI0002: .{0,200}?\btimes? ?out.{0,2000}:\[hccl_world_group\].{0,200}"
+        r"\brankId\[(?P<rank>\d{1,7})\]",
+        WAITED,
+        "an operation of HCCL timed out",
+    ),
+    _row(  # a kernel's own, of Ascend: no rank that waits ends so
+        "core exception|error exception",
+        r"(?P<what>\bai(?:v(?:ec)?|c(?:ore)?) error exception\b.{0,80}|"
+        r"\b(?:vector|cube|ai) ?core exception\b)",
+        RAISED,
+        "{what}",
+        of_rank=True,
+    ),
+    _row(
         "Observed flight|timeout from another",
         "Observed flight recorder dump signal from|"
         "Received a global timeout from another rank",
@@ -571,8 +593,7 @@ ROWS = (
         "MPI_A",
         r"(?:MPI_ABORT was invoked on rank (?=\d{1,7} in communicator MPI_COMM_WORLD)|"
         r"called MPI_Abort\(MPI_COMM_WORLD, -?\d{1,9}\) - process )(?P<rank>\d{1,7})",
-        FAILED,
-        "it called MPI_Abort, says mpirun",
+        reader="abort",
     ),
     _end(
         "xit Code|exitCode|exit code|exited with code|Exited (",
@@ -769,7 +790,13 @@ ROWS = (
         rf"(?P<tensor>\S{{1,200}}) \[missing ranks: ?(?P<ranks>{_RANKS})\]",
         reader="horovod_tensor",
     ),
-    _row("#", r"^#(\d{1,6}-\d{1,6}) \(\w{1,40}\) [A-Z]", reader="ras", follows=True),
+    _row("Job summary", r"^Job summary$", reader="ras_answer"),
+    _row(
+        "#",
+        r"^#(\d{1,6}-\d{1,6} \(\w{1,40}\) [A-Z]\w{0,40})",
+        reader="ras",
+        follows=True,
+    ),
     _row(
         "anks have|ank has",
         r"^\s{1,4}(?P<count>\d{1,7}) ranks? (?:has|have)"
@@ -778,8 +805,9 @@ ROWS = (
     ),
     _row(
         "managed by",
-        r"^\s{1,8}Rank (\d{1,7}) -- GPU \S{1,20} managed by process (\d{1,9})"
-        r" on node (\S{1,80})",
+        r"^\s{1,8}Rank (?P<rank>\d{1,7})(?: has (?P<what>launched up to operation "
+        r"(?P<number>\d{1,18})|\w.{1,80}))? -- GPU \S{1,20} managed by process (?P<pid>\d{1,9})"
+        r" on node (?P<node>\S{1,80})",
         reader="ras_rank",
     ),
     _row(
