@@ -87,6 +87,7 @@ class LauncherLines:
         self._local_ranks: dict[int, int] = {}  # by pid, of its processes
         # The last that tells of an end in good order.
         self._finished: Line | None = None
+        self._states: dict[str, str] = {}  # by id, of jobs and steps: sacct's last
 
     @property
     def is_finished(self) -> bool:
@@ -97,6 +98,15 @@ class LauncherLines:
     def is_requeued(self) -> bool:
         """Whether Slurm has ended all of it, to start it again."""
         return self._is_requeued and self._saw_srun
+
+    @property
+    def is_to_start_again(self) -> bool:
+        """Whether Slurm has begun to end it for that: ranks may still write."""
+        return self._is_requeued
+
+    def is_cancelled(self, file: str) -> bool:
+        """Whether the scheduler has ended the job, by what the file has so far."""
+        return file in self._cancelled
 
     def take_end(self, row: Row, found: re.Match[str], line: Line) -> None:
         if row.of_rank and line.has_prefix and "orker" in found[0]:
@@ -117,6 +127,10 @@ class LauncherLines:
 
     def take_finished(self, found: re.Match[str], line: Line) -> None:
         self._finished = line
+
+    def take_accounting(self, found: re.Match[str], line: Line) -> None:
+        if len(self._states) < MOST_KEPT:
+            self._states[found["id"]] = found["state"]
 
     def take_tasks_out_of_memory(self, told: re.Match[str], line: Line) -> None:
         self._out_of_memory |= dict.fromkeys(ranks_in(told["tasks"]), line)
@@ -298,6 +312,9 @@ class LauncherLines:
                 who = f"torchrun, of local rank {failed['local']} (pid {failed['pid']})"
                 end = _condition_of(_signed(failed["code"]), who)
                 self._tell(end, line, self._rank_of(failed["pid"]))
+        # Started again since, and completed
+        if set(self._states.values()) == {"COMPLETED"}:
+            self._found.leave_out(_is_end_by_scheduler)
 
     def _leave_out_killed_by_mpirun(self) -> None:
         """It ends the others by SIGKILL, and tells of them alike."""
@@ -357,6 +374,11 @@ class LauncherLines:
         silent = {one.rank for one in facts if one.condition_kind == conditions.SILENT}
         for rank in silent - exits if exits else ():
             self._found.facts.pop((rank, Condition, conditions.CUT, ""), None)
+
+
+def _is_end_by_scheduler(fact: Fact) -> bool:
+    kinds = (conditions.TERMINATED, conditions.NODE)
+    return fact.rank == NOT_TOLD and fact.condition_kind in kinds
 
 
 def _condition_of(code: int, who: str) -> Condition | None:

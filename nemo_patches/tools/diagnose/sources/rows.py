@@ -91,6 +91,10 @@ _LAST_WORK = (
     r"work: ?(-?\d{1,18})"
 )
 _OF_GLOO = r"(?:gloo[/:]|ProcessGroupGloo).{0,300}?"
+_STATES = (
+    "COMPLETED|PREEMPTED|REQUEUED|NODE_FAIL|FAILED|CANCELLED|TIMEOUT|OUT_OF_ME|RUNNING|"
+    "PENDING"
+)
 _GONE = (
     r"^(?!.*NCCL INFO).*?(?:ncclRemoteError|Connection closed by remote peer|"
     r"remote process exited or there was a network error)"
@@ -430,6 +434,13 @@ ROWS = (
         r"(?:checkpoint|model)|[Ff]inal (?:checkpoint|model) (?:was |is )?(?:saved|written)|"
         r"\bJob '\S{1,80}' succeeded",
         reader="finished",
+    ),
+    _row(  # sacct's, of a job or a step
+        _STATES,
+        r"^\s{0,20}(?P<id>\d{2,12}(?:[._+]\w{1,12}\+?)*)[ |].{0,200}?[ |]"
+        rf"(?P<state>{_STATES})",
+        reader="accounting",
+        follows=True,
     ),
     _row(
         "Out Of Memory",
@@ -842,6 +853,7 @@ ROWS = (
 )
 
 _WHOLE = tuple(row for row in ROWS if row.is_whole)
+FINISHED = next(row.pattern for row in ROWS if row.reader == "finished")
 
 
 def is_whole(text: str) -> bool:
