@@ -401,7 +401,9 @@ class _Writer:
 
     def _begin(self, form: _Form, told: dict[str, str]) -> Dump | None:
         self.is_in_stack = True
-        self.pid = int(told.get("pid") or self.pid)
+        is_main = told.get("name") == MAIN_THREAD and told["tid"].isdecimal()
+        # Of a text without its head: a main thread has its process's id.
+        self.pid = int(told.get("pid") or self.pid or (told["tid"] if is_main else 0))
         tid, self.tid = told.get("tid") or self.tid, ""
         thread = Thread(
             name=told.get("name", ""),
@@ -526,6 +528,11 @@ def _numbered(dumps: Sequence[Dump], evidence: Evidence) -> dict[int, list[Dump]
     }
     if None not in by_local_rank and len(by_local_rank) == len(by_process):
         return {rank or 0: of_process for rank, of_process in by_local_rank.items()}
+    if len(by_process) == 1:
+        evidence.problems.append(
+            f"{dumps[0].cite}: nothing tells the rank of its stack"
+        )
+        return {NOT_TOLD: [*dumps]}
     evidence.problems.append(
         "no file name or line tells a rank: they are numbered in the order of the files"
     )

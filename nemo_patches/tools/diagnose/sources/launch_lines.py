@@ -19,7 +19,9 @@ from nemo_patches.tools.diagnose.sources.hearsay_lines import (
 from nemo_patches.tools.diagnose.sources.launcher_lines import LauncherLines
 from nemo_patches.tools.diagnose.sources.lines import (
     ANY_DIGIT,
+    LOCAL_RANK_OF_COMMAND,
     MOST_KEPT,
+    RANK_OF_COMMAND,
     WRITER,
     Line,
     ranks_in,
@@ -32,11 +34,13 @@ from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
 _MOST_SHAPES = 1 << 9  # of lines
+_FEW_LINES = 4  # of a process's variables
 # Of Kubernetes' objects, whose namespace stands beneath their name
 _NAMED = re.compile(r"\s*['\"]?[Nn]ame['\"]?: +['\"]?([a-z][\w.-]{0,200})")
 _NAMESPACE = re.compile(r"\s*['\"]?[Nn]amespace['\"]?: ")
 _TOLD_OF_IT = re.compile(r"\s*(?:['\"]?(?:[Rr]eason|[Mm]essage)['\"]?:|Warning\s{2}) ?")
 _IP = re.compile(r"\bip=([\d.]{7,15})\b")
+_RANK = re.compile(r"(?<!\w)RANK=(\d{1,6})\b")  # of an environment
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
 
@@ -59,6 +63,7 @@ class Launch:
         self._object = ""  # of Kubernetes, that the file describes
         self._first: Line | None = None
         self._last: Line | None = None
+        self._pid, self._pid_at = 0, 0  # of which variables may follow, and its line
         self._rows = [(row, self._reader_of(row)) for row in ROWS]
 
     def _reader_of(self, row: Row) -> Callable[[re.Match[str], Line], None]:
@@ -173,6 +178,22 @@ class Launch:
         if len(self.found.ranks_of_name) < MOST_KEPT:
             self.found.note_names({one: {int(rank)} for one in addresses})
         self.found.has_size(both[9] or 0)
+
+    def take_environment(self, found: re.Match[str], line: Line) -> None:
+        if found["next"]:
+            self._pid, self._pid_at = int(found["next"]), line.number
+            return
+        is_near = line.number - self._pid_at < _FEW_LINES
+        pid = int(found["pid"] or (self._pid if is_near else 0))
+        local = LOCAL_RANK_OF_COMMAND.search(line.text)
+        # What Slurm has started may be torchrun, of several ranks.
+        of_all = None if local else RANK_OF_COMMAND.search(line.text)
+        rank = _RANK.search(line.text) or of_all
+        if pid and rank:
+            self.found.note_pid(pid, int(rank[1]))
+            self.found.has_size(int(rank[1]) + 1)
+        elif pid and local and len(self.found.listed) < MOST_KEPT:
+            self.found.listed[pid] = int(local[1])
 
     def finish(self, evidence: Evidence) -> None:
         self._stalls.finish()

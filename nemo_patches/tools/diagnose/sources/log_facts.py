@@ -174,6 +174,12 @@ class LaunchFacts:
             is_one = self.rank_of_pid.setdefault(pid, rank) == rank
             self.rank_of_pid[pid] = rank if is_one else NOT_TOLD
 
+    def ranks_of_pids(self) -> dict[int, int]:
+        """Local ranks, of a list of processes, count on a single host."""
+        return (
+            self.rank_of_pid if self.several_hosts else self.listed | self.rank_of_pid
+        )
+
     def tell_ranks_of_killed(self) -> None:
         """The kernel names a process that it kills by its id; another file may have the rank, or
         list the processes of all others.

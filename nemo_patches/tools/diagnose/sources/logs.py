@@ -6,6 +6,7 @@ mixed, and lines that a terminal has wrapped. A fact cites its file and line.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,7 +100,8 @@ def read(files: list[Path], evidence: Evidence) -> None:
     """
     problems = len(evidence.problems)
     reading = _read(files, evidence, files[0] if len(files) == 1 else None)
-    if len(reading.restarted) == 1:
+    # What comes through a pipe can be read only once.
+    if len(reading.restarted) == 1 and all(map(os.path.isfile, files)):
         [first] = reading.restarted
         del evidence.problems[problems:]
         others = [file for file in files if file != first]
@@ -178,7 +180,7 @@ class _Reading:
                     text, prefixed, local_rank = prefixes.strip(message)
                     if alone:
                         self._begin_if_told(message, prefixed)
-                    elif self._restarts(message, name) and path != STANDARD_INPUT:
+                    elif self._restarts(message, name):
                         self.restarted.add(path)
                     line_rank = local_rank if prefixed is None else prefixed
                     if prefixed is not None:
@@ -278,7 +280,7 @@ class _Reading:
         evidence.printed |= told.printed
         evidence.cure = found.cure
         # Of all readers
-        evidence.rank_of_pid.update(found.rank_of_pid)
+        evidence.rank_of_pid.update(found.ranks_of_pids())
         evidence.patched = found.patched
         evidence.world_size = found.world_size
         evidence.looked_for.append(LOOKED_FOR)

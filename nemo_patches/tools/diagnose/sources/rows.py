@@ -143,6 +143,20 @@ ROWS = (
         reader="pid",
         follows=True,
     ),
+    _row(  # what a shell prints of processes' environments, in one line or in several
+        "RANK=|PROCID=|LOCALID=|/environ",
+        r"^\s{0,8}(?:(?:/proc/|pid[ =:]{1,2})?(?P<pid>\d{2,9})(?:/environ)?[ \t:]{1,4})?"
+        r"(?=.*(?:RANK|PROCID|LOCALID)=)(?:\w{1,40}=\S{0,80}\s{0,4}){1,9}$|"
+        r"/proc/(?P<next>\d{2,9})/environ\b",
+        reader="environment",
+        follows=True,
+    ),
+    _row(  # strace's, of a process that it has come to
+        "stopped by SIG|strace: Process",
+        r"^(?:\[pid +(?P<pid>\d{1,9})\] )?--- stopped by SIG(?:STOP|TSTP|TTIN|TTOU) ---|"
+        r"strace: Process (?P<next>\d{1,9}) attached",
+        reader="stopped",
+    ),
     _row(
         "spawned with",
         r"process (?P<pid>\d{1,9}) spawned with command: .{0,2000}"

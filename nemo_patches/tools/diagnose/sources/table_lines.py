@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.conditions import HINT, TOLD_APART, TOLD_DEAD
+from nemo_patches.tools.diagnose.conditions import HINT, STOPPED, TOLD_APART, TOLD_DEAD
 from nemo_patches.tools.diagnose.findings import Finding
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.lines import (
@@ -184,6 +184,10 @@ class TableLines:
         self._state = ""  # of the process whose id follows
         self._process = ("", 0)  # the last one's id, and its line
         self._defunct: list[Line] = []  # processes whose ranks are not told
+        # By id, likewise: their last states, and the lines
+        self._unranked: dict[int, tuple[str, Line]] = {}
+        self._traced = 0  # the last process that strace has come to
+        self._stopped: dict[int, Line] = {}  # by id, says strace
         self._hang_at = -_NEAR  # number of the last line that speaks of one
         self._unlike_at = -_NEAR  # likewise, of ranks that differ
         self._cells: dict[int, str] = {}
@@ -299,6 +303,9 @@ class TableLines:
             return False
         row = dict(zip(table.names, cells, strict=True))
         rank = self._rank_of(row)
+        if rank == NOT_TOLD:
+            by_role = {_role_of(name): cell for name, cell in row.items()}
+            self._note_unranked(by_role.get("pid", ""), by_role.get("state", ""), line)
         if rank not in table.rows:  # workers have their rank's command
             table.add(rank, row, line)
         return rank != NOT_TOLD
@@ -333,6 +340,8 @@ class TableLines:
         rank, command = self._rank_of(row), row.get("command", "")
         if rank == NOT_TOLD and "<defunct>" in command:
             self._defunct = [*self._defunct[:1], line]
+        if rank == NOT_TOLD:
+            self._note_unranked(row["pid"], row["state"], line)
         if rank == NOT_TOLD or not row["state"] or not row["pid"]:
             return not command
         before, self._process = self._process, (row["pid"], line.number)
@@ -341,6 +350,28 @@ class TableLines:
             self._processes.add(rank, row, line)
             self._processes.is_of_a_hang |= self.is_of_a_hang(line)
         return True
+
+    def _note_unranked(self, pid: str, state: str, line: Line) -> None:
+        """Other lines may tell its rank."""
+        if pid.isdecimal() and state and len(self._unranked) < MOST_KEPT:
+            self._unranked[int(pid[:9])] = state, line
+
+    def take_stopped(self, found: re.Match[str], line: Line) -> None:
+        if found["next"]:
+            self._traced = int(found["next"])
+        elif len(self._stopped) < MOST_KEPT:
+            self._stopped.setdefault(int(found["pid"] or self._traced), line)
+
+    def _end_unranked(self) -> None:
+        ranks, table = self._found.ranks_of_pids(), _Table(["state"])
+        for pid, (state, line) in self._unranked.items():
+            if (rank := ranks.get(pid, NOT_TOLD)) != NOT_TOLD:
+                table.rows[rank] = {"state": state}
+                table.lines[rank] = line._replace(text=" ".join(line.text.split()))
+        self._judge(table)
+        for pid, line in self._stopped.items():
+            if (rank := ranks.get(pid, NOT_TOLD)) != NOT_TOLD:
+                self._tell([rank], STOPPED, line, "")
 
     def _take_keyed(self, line: Line) -> bool:
         rank = _KEYED_RANK.findall(line.text)
@@ -375,6 +406,7 @@ class TableLines:
 
     def finish(self) -> None:
         self.end_file()
+        self._end_unranked()
         self._end_bars()
         rank = self._found.unlisted
         if len(self._defunct) != 1 or rank == NOT_TOLD:
@@ -423,7 +455,7 @@ class TableLines:
                 continue
             [rank] = odd
             if state := states[rank]:
-                kind = TOLD_DEAD if state == "ended" else TOLD_APART
+                kind = {"ended": TOLD_DEAD, "stopped": STOPPED}.get(state, TOLD_APART)
                 is_known = state != "asleep" or _FILE_SYSTEMS.search(
                     table.lines[rank].text
                 )
