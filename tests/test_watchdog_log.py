@@ -1065,6 +1065,8 @@ def test_what_is_a_log() -> None:
 
 # A line that each row of the table reads.
 EXAMPLES = (
+    "Rank 0                     Rank 1",
+    "all_reduce(state=started)  all_reduce(state=started)",
     "[pid 88130] --- stopped by SIGSTOP ---",
     "88130 LOCAL_RANK=5 RANK=5",
     "77.batch      COMPLETED      0:0",

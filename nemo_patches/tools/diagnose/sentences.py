@@ -727,6 +727,8 @@ def by_words(kind: str, facts: Sequence[Fact], hearing: Hearing) -> Finding:
         if first.condition_kind == conditions.TOLD_APART:
             how = f"{is_(of_first)} behind all others, or held up"
             text = text.replace("a line", "a table", 1).replace('"', "")
+            if first.condition_text.startswith(conditions.OF_KERNEL):
+                text = f"by {first.condition_text} [{first.cite}]."
         text = f"{who(of_first)} {how}, {text}"
     found = finding(kind, text, of_first, of=hearing[first.rank])
     return replace(found, severity=WARNING)

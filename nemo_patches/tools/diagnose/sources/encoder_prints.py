@@ -269,6 +269,11 @@ class EncoderPrints:
         return self._of.setdefault(_name(what), _Prints(_name(what)))
 
     @property
+    def seen(self) -> Mapping[int, Line]:
+        """By rank, its last line that was read."""
+        return self._seen
+
+    @property
     def printed(self) -> dict[int, str]:
         """By rank, its last line that was read, quoted."""
         return {rank: _quoted(line) for rank, line in self._seen.items()}

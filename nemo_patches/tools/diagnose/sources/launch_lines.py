@@ -200,6 +200,7 @@ class Launch:
         self.ends.finish()
         self.tracebacks.finish()
         self.found.tell_ranks_of_faults()
+        self.found.tell_ranks_of_blocked(self._prints.seen)
         self._ras.finish()
         self._gpus.name_hosts()
         self._hearsay.finish(self.ends.is_finished)

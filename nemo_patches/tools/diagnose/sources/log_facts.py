@@ -18,13 +18,14 @@ from nemo_patches.tools.diagnose.rank_facts import (
     ProcessRank,
     Value,
 )
-from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
+from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
 
 MOST_RANKS = 1 << 20
 _CLOSED_BY = re.compile(r"by ?peer \[?(\d{1,3}(?:\.\d{1,3}){3})\b")
 _PROCESS = re.compile(r"(?:Killed:? process |\bpid[ =])(\d{1,9})(?:[ ,)]|$)")
 _IS_PYTHON = re.compile(r"process \d{1,9}(?:,|$| \((?:py|pt_))")
 _FAULT = re.compile(r"\bby GPU\b|\bamdgpu\b.*\bpid \d")
+_BLOCKED = re.compile(r"\btask \S{1,80}:(\d{1,9}) blocked for")
 _ONE_OF_HOST = re.compile(r"\btask \d|\blocal[ _]rank\b|\bpid\b|Killed process")
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
@@ -227,6 +228,44 @@ class LaunchFacts:
                 del self.facts[key]
                 value = replace(fact.condition, kind=conditions.RAISED)
                 self.keep(replace(fact, rank=max(ranks), value=value))
+
+    def tell_ranks_of_blocked(self, last: Mapping[int, Line]) -> None:
+        """The kernel names a process that a disk, or a file system, has held up for minutes: that
+        may be over, so its rank counts where it said less than all others, or where others waited
+        until a limit. last: each rank's last line.
+        """
+        held: dict[int, tuple[tuple[object, ...], Fact]] = {}
+        for key, fact in [*self.facts.items()]:
+            blocked = _BLOCKED.search(fact.condition_text)
+            rank = (
+                self.rank_of_pid.get(int(blocked[1]), NOT_TOLD) if blocked else NOT_TOLD
+            )
+            of_host = self.ranks_named(fact.cite)
+            if rank == NOT_TOLD or (of_host and rank not in of_host):
+                continue
+            if held.setdefault(rank, (key, fact))[1] is not fact:
+                del self.facts[key]  # told again
+        others = [line for rank, line in last.items() if rank not in held]
+        waited = conditions.WAITED in self.kinds
+        for rank, (key, fact) in held.items():
+            line, text = last.get(rank), fact.condition_text
+            is_first = (
+                line is not None
+                and len(others) > 1
+                and all(
+                    line.file == other.file and line.number < other.number
+                    for other in others
+                )
+            )
+            if not (is_first or waited) or self.has(rank, conditions.WAITED):
+                text = f"{text} (rank {rank})"
+                self.facts[key] = replace(fact, value=Condition(conditions.HINT, text))
+                continue
+            if line is not None:
+                text = f'{text}; it printed last "{shown(line.text)}" [{line.cite}]'
+            del self.facts[key]
+            told = Condition(conditions.TOLD_APART, text)
+            self.keep(replace(fact, rank=rank, value=told, own=False))
 
     def note_names(self, names: Mapping[str, set[int]]) -> None:
         for name, ranks in names.items():

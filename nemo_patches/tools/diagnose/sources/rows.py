@@ -283,6 +283,16 @@ ROWS = (
         reader="report",
         follows=True,
     ),
+    _row(  # fr_trace -j: a column for each rank
+        "Rank 0  ",
+        r"^Rank \d{1,7}(?: +Rank \d{1,7})+$",
+        reader="recorder_head",
+    ),
+    _row(
+        "state=",
+        r"^\s*\w[\w.:]*\(.*\bstate=\w+\)$",
+        reader="recorder_row",
+    ),
     # What torch, Gloo and NCCL say of one rank
     _row(
         "gai error",
