@@ -1065,6 +1065,8 @@ def test_what_is_a_log() -> None:
 
 # A line that each row of the table reads.
 EXAMPLES = (
+    "1: The node 'n2_715_0' attempts to join the next round of the rendezvous 'j1'.",
+    "2: pyxis: importing docker image: registry/train:1",
     "Rank 0                     Rank 1",
     "all_reduce(state=started)  all_reduce(state=started)",
     "[pid 88130] --- stopped by SIGSTOP ---",

@@ -472,6 +472,21 @@ ROWS = (
         reader="tasks_out_of_memory",
     ),
     _row("elastic|torchrun", "elastic|torchrun", reader="by_torchrun", follows=True),
+    _row(  # torchrun's agents, one a node, meet before they start any rank
+        "attempts to join|min_nodes|RendezvousTimeoutError|odes",
+        r"^(?: {0,5}(?P<task>\d{1,6}): )?.{0,200}?(?:"
+        r"The node '(?P<node>[\w.-]{1,200}?)(?:_\d{1,9}_\d{1,3})?' attempts to join the next round|"
+        r"\bmin_nodes\s{0,20}[:=] ?(?P<least>\d{1,6})|(?P<over>RendezvousTimeoutError)|"
+        r"\b(?i:nodes|nodelist)[ :=]{1,3}(?P<list>[\w.,-]{0,200}\[[\d,-]{1,2000}\]))",
+        reader="rendezvous",
+        follows=True,
+    ),
+    _row(
+        "pyxis: ",
+        r"^ {0,5}(?P<task>\d{1,6}): (?P<what>pyxis: .{1,200})",
+        reader="container",
+        follows=True,
+    ),
     _end(
         "exitcode",
         r"failed ?\(exitcode: ?(?P<code>-?\d{1,9})\) ?local_rank: ?(?P<local>\d{1,7})"
