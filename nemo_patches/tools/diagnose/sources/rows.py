@@ -473,11 +473,11 @@ ROWS = (
     ),
     _row("elastic|torchrun", "elastic|torchrun", reader="by_torchrun", follows=True),
     _row(  # torchrun's agents, one a node, meet before they start any rank
-        "attempts to join|min_nodes|RendezvousTimeoutError|odes",
+        "attempts to join|min_nodes|RendezvousTimeoutError|odes|odelist|NODELIST",
         r"^(?: {0,5}(?P<task>\d{1,6}): )?.{0,200}?(?:"
         r"The node '(?P<node>[\w.-]{1,200}?)(?:_\d{1,9}_\d{1,3})?' attempts to join the next round|"
         r"\bmin_nodes\s{0,20}[:=] ?(?P<least>\d{1,6})|(?P<over>RendezvousTimeoutError)|"
-        r"\b(?i:nodes|nodelist)[ :=]{1,3}(?P<list>[\w.,-]{0,200}\[[\d,-]{1,2000}\]))",
+        r"(?<![A-Za-z])(?i:nodes|nodelist)[ :=]{1,3}(?P<list>[\w.,-]{0,200}\[[\d,-]{1,2000}\]))",
         reader="rendezvous",
         follows=True,
     ),
