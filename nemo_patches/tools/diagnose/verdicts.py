@@ -488,7 +488,10 @@ def where(place: Place, waits: str) -> str:
     if is_guess(place.collective):
         return f"{waits}, perhaps for {place.wait.removeprefix(PERHAPS)}"
     if place.collective:
-        return f"{waits} in {place.wait}"
+        _, *own = place.where.split(" < ")  # of which the caller may be a library's
+        is_caller = not own or own[0].rpartition(" (")[2] in place.caller
+        way = "" if is_caller or not place.caller else f" < {own[0]}"
+        return f"{waits} in {place.wait}{way}"
     return f"in {place.where}" if place.where else "where is not known"
 
 
