@@ -168,6 +168,7 @@ class Evidence:
     past: why this is no present hang; empty: it may be one. files: by reader, those that it is
     from. printed: by rank, a line of its own, quoted. is_numbered: nothing tells the stacks' ranks.
     cure: what the running job's own line says of uneven batches. rank_of_pid: as logs tell it.
+    idle: by rank, that its GPU alone idles.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -190,3 +191,4 @@ class Evidence:
     is_numbered: bool = False
     cure: str = ""
     rank_of_pid: dict[int, int] = field(default_factory=dict)
+    idle: dict[int, str] = field(default_factory=dict)

@@ -475,6 +475,12 @@ def so_far(text: str) -> Finding:
     return finding(ids.TOO_EARLY, f"So far no hang: {text}. Look again if it lasts.")
 
 
+def idles(found: Finding, told: str) -> Finding:
+    """Whose GPU does nothing, where the others' may wait for it."""
+    text = f"{found.text[:-1]}; {told}."
+    return replace(found, text=at_the_moment(text))
+
+
 def at_the_moment(text: str) -> str:
     said, _, more = text.rstrip(".").partition(". ")
     return (

@@ -55,7 +55,7 @@ class LaunchFacts:
     stall reports that lines name. several_hosts: local ranks are not the job's. cure: as
     Evidence has it. ranks_of_name: of pods and hosts. texts: by citation, of lines that tell a
     condition and no rank. by_local_rank: keys of the facts whose rank is one. listed: by pid, the
-    ranks of a process list.
+    ranks of a process list. idle: as Evidence has it.
     """
 
     facts: dict[tuple[object, ...], Fact] = field(default_factory=dict)
@@ -75,6 +75,7 @@ class LaunchFacts:
     # In order, as a set is not.
     by_local_rank: dict[tuple[object, ...], None] = field(default_factory=dict)
     listed: dict[int, int] = field(default_factory=dict)
+    idle: dict[int, str] = field(default_factory=dict)
 
     def add(
         self, rank: int, value: Value, line: Line, own: bool = True, host: str = ""

@@ -279,6 +279,7 @@ class _Reading:
         evidence.findings += told.findings
         evidence.printed |= told.printed
         evidence.cure = found.cure
+        evidence.idle |= found.idle
         # Of all readers
         evidence.rank_of_pid.update(found.ranks_of_pids())
         evidence.patched = found.patched

@@ -47,6 +47,15 @@ _BAR = re.compile(
 _GPU = re.compile(
     r"[|\[] {0,4}(\d{1,2})\]? +(?:NVIDIA|GeForce|Tesla|Quadro|[AHBL]\d{2})"
 )
+# Of nvidia-smi dmon, pmon and --query-gpu: their heads, and rows; and its list of processes
+_GPU_HEAD = re.compile(r"#? {0,4}(?:gpu|index)\b[ ,].*\b(?:sm|utilization\.gpu)\b")
+_GPU_ROW = re.compile(
+    r"\s{0,8}\d{1,2}(?:,? +(?:[\w.-]+(?: ?[%A-Za-z]{1,3}(?=,|$))?)){1,20}$"
+)
+_GPU_PROCESS = re.compile(
+    r"\| {1,6}(?P<gpu>\d{1,2}) (?:.{0,20} )?(?P<pid>\d{2,9}) +[CGM+]{1,3} "
+)
+_IDLE, _BUSY = 5, 90  # % of a GPU's use
 # What a column has, by its name in small letters with "_" between its words. A part of a step
 # counts beside its phases.
 _ROLES = re.compile(
@@ -196,6 +205,10 @@ class TableLines:
         self._bars: dict[tuple[str, str, str], tuple[int, Line]] = {}
         self._writer = ""  # of the line before
         self._slow: Finding | None = None
+        self._gpu_head: list[str] = []  # of a table of GPUs
+        # By GPU: its uses, and the last line; its process
+        self._uses: dict[int, tuple[list[int], Line]] = {}
+        self._gpu_pids: dict[int, int] = {}
 
     def take_throughput(self, found: re.Match[str], line: Line) -> None:
         """Megatron's: the least throughput and its rank, the most and its rank."""
@@ -224,6 +237,7 @@ class TableLines:
         self._end_cells()
         self._head = line
         self._take_bar(line)
+        self._take_gpu(line)
         if _OF_UNLIKE.search(text):
             self._unlike_at = line.number
         if self._table.split:
@@ -256,6 +270,44 @@ class TableLines:
         if bar and len(self._bars) < MOST_KEPT:
             of = bar["title"] or "in use", bar["total"] or "100", writer
             self._bars[of] = int(bar["done"] or bar["use"]), line
+
+    def _take_gpu(self, line: Line) -> None:
+        text = line.text
+        if process := _GPU_PROCESS.match(text):
+            self._gpu_pids[int(process["gpu"])] = int(process["pid"])
+        elif _GPU_HEAD.match(text):
+            self._gpu_head = re.split(r", *| +", text.strip("# "))
+        elif self._gpu_head and not text.startswith("#"):
+            if not _GPU_ROW.match(text):
+                self._gpu_head = []
+                return
+            cells = re.split(r", *| {2,}", text.strip())
+            row = dict(zip(self._gpu_head, cells, strict=False))
+            gpu = int(cells[0])
+            if row.get("pid", "").isdecimal():
+                self._gpu_pids[gpu] = int(row["pid"])
+            use = row.get("sm") or row.get("utilization.gpu") or ""
+            told = re.match(r"-$|\d{1,3}\b", use)
+            if told:
+                uses, _ = self._uses.setdefault(gpu, ([], line))
+                uses.append(int(told[0].strip("-") or 0))
+
+    def _end_gpus(self) -> None:
+        """The one that idles, of all that are busy, is told beside the verdict."""
+        idle = [gpu for gpu, (uses, _) in self._uses.items() if max(uses) <= _IDLE]
+        busy = [gpu for gpu, (uses, _) in self._uses.items() if min(uses) >= _BUSY]
+        if len(idle) != 1 or len(busy) < 2 or len(busy) + 1 < len(self._uses):
+            return
+        [gpu] = idle
+        uses, line = self._uses[gpu]
+        looks = f" at {len(uses)} looks" if len(uses) > 1 else ""
+        text = f"idles{looks}, and all others are busy"
+        rank = self._found.ranks_of_pids().get(self._gpu_pids.get(gpu, 0), NOT_TOLD)
+        if rank != NOT_TOLD:
+            self._found.idle[rank] = f"its GPU {text} [{line.cite}]"
+        else:
+            told = Condition(HINT, f"GPU {gpu} {text}")
+            self._found.add(NOT_TOLD, told, line, own=False)
 
     def _end_bars(self) -> None:
         """The one that is not at its end, of several, is told beside the verdict."""
@@ -408,6 +460,7 @@ class TableLines:
         self.end_file()
         self._end_unranked()
         self._end_bars()
+        self._end_gpus()
         rank = self._found.unlisted
         if len(self._defunct) != 1 or rank == NOT_TOLD:
             return
