@@ -237,7 +237,8 @@ def by_number(
     )
     if one.id == entries.OUT_OF_STEP:
         places = {fact.rank: hearing[fact.rank].place for fact in there}
-        return [out_of_step(by_title, places, evidence)]
+        alone = hearing.evidence.alone
+        return [out_of_step(by_title, places, evidence, alone=alone)]
     kind, step = one.id, ""
     if one.id == entries.SIZES:
         told = "; ".join(f"{key} on {named(of)}" for key, of in by_title.items())

@@ -100,7 +100,8 @@ class Launch:
         text_before, self._text_before = self._text_before, line.text
         if is_no_event(line.text, text_before):
             return
-        self._prints.take(line)
+        is_in_traceback = self.tracebacks.goes_on or "Traceback (most" in line.text
+        self._prints.take(line, is_in_traceback)
         self._c10d.take_step(line)
         before = len(self.found.facts)
         is_end = self._apply_rows(line)
@@ -214,6 +215,7 @@ class Launch:
             self._prints.leave_out_labels()
         self._gpus.finish()
         evidence.printed |= self._prints.printed
+        evidence.alone |= self._prints.alone
         self._c10d.finish(evidence, self._by_file)
         not_told = self.found.without_local_ranks()
         for ranks in evidence.groups.values():

@@ -278,6 +278,7 @@ class _Reading:
         evidence.begins |= told.begins
         evidence.findings += told.findings
         evidence.printed |= told.printed
+        evidence.alone |= told.alone
         evidence.cure = found.cure
         evidence.idle |= found.idle
         # Of all readers
