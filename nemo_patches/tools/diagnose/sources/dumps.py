@@ -86,7 +86,7 @@ _HOST_HEADING = re.compile(
     re.IGNORECASE,
 )
 _NEW_PROCESS = re.compile(
-    r"(?:Process |.{0,200}\bgdb\b.{0,80}? (?:-p|--pid)[ =]|Attaching to process )"
+    r"(?:Process |.{0,200}\b(?:gdb\b.{0,80}? (?:-p|--pid)[ =]|[pg]stack )|Attaching to process )"
     r"(?P<pid>\d{1,10})\b:?(?P<command>.*)"
 )
 # "Process 4414: python train.py (rank 3)", "$ py-spy dump --pid 4414  # local rank 3"
@@ -96,7 +96,7 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 _GDB_THREAD = re.compile(r"Thread \d+ \(Thread 0x[0-9a-f]+ \(LWP (\d{1,10})\)")
-_HEADS = ("Process", "hread", "Traceback", "gdb", "Attaching")
+_HEADS = ("Process", "hread", "Traceback", "gdb", "stack ", "Attaching")
 _MARK = re.compile(
     rb"Process \d{1,10}: |Thread (?:0x)?[0-9a-fA-F]{1,16} \((?:active|idle)|=== Rank \d|"
     rb"Traceback for thread \d|most recent call first\)|"
@@ -215,7 +215,8 @@ class Dump:
         """A backtrace that gdb made of a process that was at its end."""
         of_all = (frame for one in self.threads for frame in one.frames)
         return self.form == _GDB_NATIVE and (
-            not self.pid or any(_OF_A_CRASH.match(frame.name) for frame in of_all)
+            not (self.pid or self.main.tid)
+            or any(_OF_A_CRASH.match(frame.name) for frame in of_all)
         )
 
     @property
@@ -503,6 +504,8 @@ def facts_of(dumps: Iterable[Dump], evidence: Evidence) -> list[Fact]:
     _take_back_names(ranks)
     _take_back_labels(ranks)
     for dump in ranks:
+        if dump.form == _GDB_NATIVE:  # pstack's, which writes the main thread last
+            dump.pid = dump.pid or dump.main.tid
         told = evidence.rank_of_pid.get(dump.pid, NOT_TOLD)
         if dump.rank is None and told != NOT_TOLD:
             dump.rank = told

@@ -81,6 +81,10 @@ class Launch:
         is_from_outside = self.found.kinds <= {conditions.TERMINATED, conditions.HINT}
         return is_from_outside and self._last.number - self._first.number < few
 
+    @property
+    def has_trouble(self) -> bool:
+        return bool(self.tracebacks.count or self.found.kinds - {conditions.HINT})
+
     def begin_file(self) -> None:
         self.found.is_over = False
         self._object = ""

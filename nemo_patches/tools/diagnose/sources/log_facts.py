@@ -232,22 +232,26 @@ class LaunchFacts:
 
     def tell_ranks_of_blocked(self, last: Mapping[int, Line]) -> None:
         """The kernel names a process that a disk, or a file system, has held up for minutes: that
-        may be over, so its rank counts where it said less than all others, or where others waited
-        until a limit. last: each rank's last line.
+        may be over, so its rank counts where it said less than all others, or where all others
+        waited until a limit. last: each rank's last line.
         """
         held: dict[int, tuple[tuple[object, ...], Fact]] = {}
         for key, fact in [*self.facts.items()]:
-            blocked = _BLOCKED.search(fact.condition_text)
-            rank = (
-                self.rank_of_pid.get(int(blocked[1]), NOT_TOLD) if blocked else NOT_TOLD
-            )
+            if (blocked := _BLOCKED.search(fact.condition_text)) is None:
+                continue
+            rank = self.rank_of_pid.get(int(blocked[1]), NOT_TOLD)
             of_host = self.ranks_named(fact.cite)
             if rank == NOT_TOLD or (of_host and rank not in of_host):
                 continue
             if held.setdefault(rank, (key, fact))[1] is not fact:
                 del self.facts[key]  # told again
         others = [line for rank, line in last.items() if rank not in held]
-        waited = conditions.WAITED in self.kinds
+        waited = {
+            fact.rank
+            for fact in self.facts.values()
+            if fact.condition_kind == conditions.WAITED
+        }
+        have_waited = 1 < self.world_size <= len((waited | held.keys()) - {NOT_TOLD})
         for rank, (key, fact) in held.items():
             line, text = last.get(rank), fact.condition_text
             is_first = (
@@ -258,7 +262,7 @@ class LaunchFacts:
                     for other in others
                 )
             )
-            if not (is_first or waited) or self.has(rank, conditions.WAITED):
+            if not (is_first or have_waited) or rank in waited:
                 text = f"{text} (rank {rank})"
                 self.facts[key] = replace(fact, value=Condition(conditions.HINT, text))
                 continue

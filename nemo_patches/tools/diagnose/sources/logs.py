@@ -75,7 +75,7 @@ _PROCESSES = re.compile(r"Starting with \d{1,7} processes")
 # A launch follows another one: as what restarts it says, or as typed behind a shell's prompt
 _RESTARTS = re.compile(
     r"will restart worker group|"
-    r"\b[Rr]e-?(?:start|launch)(?:ing|ed)? (?:the )?"
+    r"^(?:.{0,80}[\]:|>-] ?)?[Rr]e-?(?:start|launch)ing (?:the )?"
     r"(?:training|job|run|workers?(?: group)?|ranks)\b(?! (?:process|thread|\d|if|when|with))"
 )
 _TYPED = re.compile(
@@ -232,7 +232,11 @@ class _Reading:
             or rank in ends.ended
             or _RESTARTS.search(message) is not None
             or _TYPED.search(message) is not None
-            or (self._has_gone_on and FINISHED.search(message) is not None)
+            or (
+                self._has_gone_on
+                and FINISHED.search(message) is not None
+                and self._launch.has_trouble
+            )
         )
         if not follows and not begins:
             return

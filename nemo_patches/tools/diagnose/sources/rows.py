@@ -462,7 +462,7 @@ ROWS = (
     _row(  # sacct's, of a job or a step
         _STATES,
         r"^\s{0,20}(?P<id>\d{2,12}(?:[._+]\w{1,12}\+?)*)[ |].{0,200}?[ |]"
-        rf"(?P<state>{_STATES})",
+        rf"(?P<state>{_STATES})(?=.*\d:\d|.*\d-\d)",
         reader="accounting",
         follows=True,
     ),
