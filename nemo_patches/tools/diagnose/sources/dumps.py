@@ -78,7 +78,8 @@ _PREFIX = re.compile(
 # people write between stacks.
 _HEADING = re.compile(
     r"(?:[=#*-]{2,}>? ?(?:[\w./ -]{0,80}(?<!node)(?<!local)[/_. -])?"
-    r"(?:rank|task|process_index)[ =:_#]{0,2}(\d{1,7})\b|"
+    r"(?:rank|process_index|task(?=[ =:_#]{0,2}\d{1,7}\b(?!\s?[:.,-]\s?\w)))"
+    r"[ =:_#]{0,2}(\d{1,7})\b|"
     r"rank[ _]?(\d{1,7}):?\s*$)",
     re.IGNORECASE,
 )
@@ -391,7 +392,7 @@ def _of_text(text: str, name: str) -> list[Dump]:
         line, label = line[len(label) :], label or host
         new = _NEW_PROCESS.match(line)
         is_new = new is not None
-        if of_process := _OF_PROCESS.match(line):
+        if "/proc/" in line and (of_process := _OF_PROCESS.match(line)):
             whose = int(of_process[1])
         elif _ENVIRONMENT.match(line) and not awaits_thread:
             before = environments.get(whose, _Said())
