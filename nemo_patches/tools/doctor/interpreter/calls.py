@@ -56,6 +56,11 @@ def called(call: Call) -> Abstract:
     kinds = (_of_ranks, _known, _of_items)
     value = next((each for kind in kinds if (each := kind(call)) is not None), None)
     value = _by_name(call) if value is None else value
+    drops = call.given.get("drop_last", Abstract())
+    if call.last == "DataLoader" and drops.decided and "collate_fn" not in call.given:
+        value = value.tagged("fills")
+    if call.owner.has("full") and call.last in knowledge.ALL_ITEMS:
+        value = value.tagged("full")
     if "disable" in call.given and _of_rank(call):  # a bar counts where it is shown
         value = value.with_entry("n", tagged("rank", level=VARIES))
     return value
@@ -169,10 +174,14 @@ def _by_name(call: Call) -> Abstract:
         varies = (first.turns >= DATA and not of_all) or (
             first.has("letter") and first.level == DATA
         )
-        level = VARIES if varies else SAME
-        return replace(value, level=level, count=first.count).without("gradient")
+        value = replace(value, level=VARIES if varies else SAME, count=first.count)
+        own = ["file"] if first.count == VARIES else []  # not what a folder has
+        return value.without("gradient", *own)
     by_function = isinstance(node.func, ast.Name) or call.last == "tolist"
     enough = DATA if by_function else UNKNOWN
+    if call.name.endswith(".size") and call.owner.has("full"):
+        if [constant(each) for each in node.args] == [0]:
+            return Abstract()
     if call.last in knowledge.READ_OFF and value.level >= enough:
         value = replace(value, level=VARIES).without("gradient", "next")
     if call.origin in knowledge.NEW_TENSORS and all(
@@ -280,4 +289,5 @@ def item_of(value: Abstract, text: str) -> Abstract:
     elif level == UNKNOWN and parts_of(text) & knowledge.MODEL:
         level = SAME
     batch = {"batch"} if is_loader(text) else set[str]()
+    batch |= {"full"} if value.has("fills") else set()
     return Abstract(level, tags=value.tags & knowledge.CARRIED | batch)

@@ -56,6 +56,7 @@ from nemo_patches.tools.doctor.syntax import (
 
 _COMPARING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _BLANK = Abstract()
+_MOST_FIELDS = 10  # of a batch; a larger number is one of samples or of words
 _BELONGING = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
 
 
@@ -150,7 +151,8 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     if node.attr in knowledge.OF_FORM:
         return tagged("gradient") if node.attr == "grad" else Abstract()
     if node.attr == "shape" and inner.level:
-        return tagged("shape", level=UNKNOWN if inner.count == UNKNOWN else VARIES)
+        level = UNKNOWN if inner.count == UNKNOWN else VARIES
+        return tagged("shape", *inner.tags & {"full"}, level=level)
     wrapped = reader.file.wrapped.get(node.attr, frozenset[str]())
     tags = wrapped | inner.tags & {"@engine", "alone", "file", "named", "object"}
     level = inner.level
@@ -177,6 +179,7 @@ def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
     at = applied(lambda given, where: given[where], [value.at, key.at], text_of(node))
     of_model = isinstance(constant, str) and parts_of(constant) & knowledge.MODEL
     features = value.has("shape") and isinstance(node.slice, ast.UnaryOp)
+    features |= value.has("shape") and value.has("full") and constant == 0
     if at or of_model or features:  # the number of features is the model's
         return Abstract(at=at)
     level = _level_at(value, constant)
@@ -187,9 +190,8 @@ def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
         if value.has("dealt"):
             count = SAME if value.has("even") else VARIES
     tags = value.tags & (knowledge.CARRIED | {"agreed"})
-    full = value.has("batch") and reader.file.fills_batches
-    if full and isinstance(constant, str):
-        tags |= {"full"}
+    if value.has("batch") and isinstance(constant, (int, str)):
+        tags |= value.tags & {"full"}
     return Abstract(level, tags=tags, count=count)
 
 
@@ -462,7 +464,7 @@ def _of_form(
     """Whether a comparison asks for the form of something, which is equal on all ranks."""
     sides = [node.left, *node.comparators]
     fields = any(re.fullmatch(r"len\(\w+\)", text_of(each)) for each in sides) and any(
-        isinstance(each, int) and each > 1 for each in constants
+        isinstance(each, int) and 1 < each < _MOST_FIELDS for each in constants
     )
     shapes = any(
         each.has("shape") and isinstance(side, ast.Attribute)

@@ -172,7 +172,7 @@ class Interpreter:
         last = last_part(name)
         drawn = value.has("drawn") and name in knowledge.BATCHES
         if drawn or (value.has("next") and sounds_like_data(name)):
-            value = replace(value, level=DATA).tagged("batch")
+            value = replace(value, level=DATA).tagged("batch", *self.file.full)
         is_loss = parts_of(name) & knowledge.LOSSES and sounds_like_data(name)
         if value.level == UNKNOWN and last == name and is_loss:
             value = replace(value, level=DATA)
@@ -216,7 +216,10 @@ class Interpreter:
                 self.assign(each, value.item)
                 continue
             at = applied(lambda column, place=number: column[place], [value.at], "")
-            self.assign(each, replace(value, at=at, item=None, parts=(), ref=None))
+            part = replace(value, at=at, item=None, parts=(), ref=None)
+            if value.has("shape") and value.has("full") and not number:
+                part = Abstract()
+            self.assign(each, part)
 
     def set(self, name: str, value: Abstract) -> None:
         if name != "self":  # the attributes of what it was before

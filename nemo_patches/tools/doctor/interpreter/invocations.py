@@ -270,7 +270,9 @@ def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstra
     counts = reader.file.method(of_class, "__len__")
     if iterates is None and counts is not None and counts not in reader.file.being_read:
         length = reader.read(counts, {}, {}).returned
-        return replace(made, count=VARIES) if length.level == VARIES else made
+        # All ranks have the files of a folder; their shares of them have no such tag.
+        own = length.level == VARIES and not length.has("file")
+        return replace(made, count=VARIES) if own else made
     if iterates is None or iterates in reader.file.being_read:
         return made
     inner = reader.read(iterates, {}, {})

@@ -297,6 +297,10 @@ OF_FORM = words("""
 PLAUSIBLE = GRADIENTS | words("""
     bad corrupt empty finite inf invalid nan stop stopped stopper stopping valid
     """)
+# Methods of a batch whose results have as many items.
+ALL_ITEMS = words("""
+    bfloat16 bool clone contiguous cpu cuda detach double float half long split to tolist unbind
+    """)
 PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 TEXTS = words("classes columns fields key keys labels name names")

@@ -118,7 +118,7 @@ class SourceFile:
             self.subjects.discard("parallel")
         if "zero" in self.subjects and _shards_parameters(tree):
             self.subjects.add("zero 3")
-        self.fills_batches = _fills_batches(tree)
+        self.full = frozenset({"full"} if _fills_batches(tree) else ())
         packages = _packages(tree)
         self.imported = packages - {""}
         if packages & knowledge.TRAINERS:
@@ -289,7 +289,7 @@ class SourceFile:
         called = reduce(joined, given or [value])
         if value.level == DATA:
             # What a name says counts less than what all ranks agreed on.
-            return called if called.has("agreed", "keyed") else value
+            return called if called.has("agreed", "full", "keyed") else value
         if parts_of(name) & knowledge.OTHER_NAMES and called.count != VARIES:
             return value
         return called
@@ -327,7 +327,7 @@ class SourceFile:
         if level == DATA and optional:
             tags.add("optional")
         elif level == DATA and name in knowledge.BATCHES:
-            tags.add("batch")
+            tags |= {"batch", *self.full}
         count = None
         if len(name) == 1:  # a list of anything; a tensor, if its length is asked for
             tags.add("letter")

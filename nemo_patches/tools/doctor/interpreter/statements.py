@@ -306,13 +306,16 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     if iterated.at is not None and isinstance(node.target, ast.Name):
         reader.ranges[node.target.id] = condition.key, iterated.at
     drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
+    if drawn.has("batch"):
+        drawn = drawn.tagged(*reader.file.full)
     if not iterated.has("keyed") and _draws_keys(node, whole):
         drawn = Abstract()
     keys = last_part(dotted(getattr(node.iter, "func", node))) in ("items", "keys")
     of_items = iterated.level >= DATA and drawn.level >= DATA and not keys
     of_items = of_items and not is_loader(text_of(node.iter))
     reader.of_items += of_items
-    items = _turns(reader, node, iterated.turns, drawn)
+    of_files = iterated.count is None and iterated.has("file")
+    items = _turns(reader, node, SAME if of_files else iterated.turns, drawn)
     reader.of_items -= of_items
     reader.ranges.pop(getattr(node.target, "id", ""), None)
     _loop(reader, condition, items, node, behind=behind)

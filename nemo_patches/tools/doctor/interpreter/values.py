@@ -43,6 +43,8 @@ class Abstract:
     @property
     def turns(self) -> int:
         """How surely ranks differ in how often a loop over it goes round."""
+        if self.has("full"):  # batches are of one size
+            return SAME
         return self.level if self.count is None else self.count
 
     def has(self, *tags: str) -> bool:
