@@ -98,7 +98,8 @@ def _known(call: Call) -> Abstract | None:
         return call.owner  # model.cuda()
     if re.match(knowledge.METRICS, call.origin):
         without = [each.arg for each in node.keywords if constant(each.value) is False]
-        return tagged("one device" if "sync_on_compute" in without else "metric")
+        alone = "sync_on_compute" in without or mixed(call.args).has("one device")
+        return tagged("one device" if alone else "metric")
     if call.origin == "logging.getLogger":
         return Abstract(ref=text_of(node))
     made = knowledge.MAKERS.get(last_part(call.origin))
@@ -124,7 +125,15 @@ def _known(call: Call) -> Abstract | None:
         own = any(each.level == DATA for each in (call.owner, *call.args))
         # Of a file that this rank's data name, no two ranks ask.
         return Abstract(VARIES) if own else tagged("file", level=VARIES)
-    return AGREED if parts_of(call.last) & knowledge.AGREEING else None
+    return AGREED if _sounds_agreed(call) else None
+
+
+def _sounds_agreed(call: Call) -> bool:
+    """Not where it gathers, scatters or reduces along a dimension of a tensor."""
+    first = call.args[0] if call.args else Abstract()
+    along = bool(first.at) and isinstance(first.at[0], int) and len(call.args) > 1
+    local = re.match(knowledge.OF_ONE_RANK, call.origin) or along or "index" in call.given
+    return bool(parts_of(call.last) & knowledge.AGREEING) and not local
 
 
 def _of_rank(call: Call) -> bool:

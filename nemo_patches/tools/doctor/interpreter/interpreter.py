@@ -152,6 +152,8 @@ class Interpreter:
         self.items = outer
 
     def assign(self, target: ast.expr, value: Abstract) -> None:
+        if value.has("batch"):
+            value = value.tagged(*self.file.full)
         if isinstance(target, (ast.Tuple, ast.List)):
             self._unpack(target, value)
             return
@@ -172,7 +174,7 @@ class Interpreter:
         last = last_part(name)
         drawn = value.has("drawn") and name in knowledge.BATCHES
         if drawn or (value.has("next") and sounds_like_data(name)):
-            value = replace(value, level=DATA).tagged("batch", *self.file.full)
+            value = replace(value, level=DATA).tagged("batch")
         is_loss = parts_of(name) & knowledge.LOSSES and sounds_like_data(name)
         if value.level == UNKNOWN and last == name and is_loss:
             value = replace(value, level=DATA)

@@ -86,7 +86,7 @@ def visit_Call(reader: Interpreter, node: ast.Call) -> Abstract:
     if kind and package in call.origin:
         return _wrap(reader, call, kind, last)
     if call.owner.has("one device"):
-        return Abstract()
+        return call.owner if last in knowledge.CONTAINERS else Abstract()
     return _lead_to(reader, own_function(reader, node) or call.function.ref, call)
 
 

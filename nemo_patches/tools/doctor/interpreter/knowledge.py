@@ -139,6 +139,8 @@ AGREEING = words("""
     across agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist
     distributed gather gathered rank ranks reduce reduced sync synced synchronize world
     """)
+# Of packages in which the same words say nothing of ranks.
+OF_ONE_RANK = r"(einops|functools|itertools|numpy)\.|torch\.(?!distributed\.)"
 # What wraps a module for several ranks, what it makes of it, and a part of where it is from.
 WRAPPERS = {
     "DistributedDataParallel": ("ddp", ""),

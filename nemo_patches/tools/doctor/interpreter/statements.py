@@ -306,8 +306,6 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     if iterated.at is not None and isinstance(node.target, ast.Name):
         reader.ranges[node.target.id] = condition.key, iterated.at
     drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
-    if drawn.has("batch"):
-        drawn = drawn.tagged(*reader.file.full)
     if not iterated.has("keyed") and _draws_keys(node, whole):
         drawn = Abstract()
     keys = last_part(dotted(getattr(node.iter, "func", node))) in ("items", "keys")

@@ -101,6 +101,8 @@ def mixed(values: Sequence[Abstract]) -> Abstract:
     level = max([each.level for each in values], default=SAME)
     agreed = tags & AGREED.tags if level == SAME else _NO_TAGS
     kept = carried(tags) | agreed
+    if values and all(each.has("one device") for each in values):
+        kept |= {"one device"}
     return Abstract(level, tags=kept - {"named"} if level >= DATA else kept)
 
 
