@@ -198,6 +198,9 @@ def _by_name(call: Call) -> Abstract:
     ):
         new = [] if "requires_grad" in call.given else ["new"]
         value = value.tagged("nothing", *new)
+    given = [*call.args, *call.given.values()]
+    if call.last in knowledge.SIZED and any(each.level for each in given):
+        value = value.tagged("own_size")
     if re.match(knowledge.LAYERS, call.origin):
         value = value.tagged(f"layer at {node.lineno}:{node.col_offset}")
     if last_part(call.origin) in knowledge.DICTS:
@@ -217,7 +220,6 @@ def _by_name(call: Call) -> Abstract:
         return replace(value, count=count).tagged("next")
     if call.last in knowledge.SELECTING and len(call.args) > 1:
         return replace(value, count=call.args[1].turns)
-    given = [*call.args, *call.given.values()]
     if call.last == "DataLoader" and any(each.count == VARIES for each in given):
         return replace(value, count=VARIES)
     return replace(value, count=UNKNOWN) if is_loader(text_of(node)) else value

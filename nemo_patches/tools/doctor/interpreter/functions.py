@@ -129,6 +129,12 @@ def call_helper(
     if called.owner and not of_self:
         _keep_set(reader, called.owner, inner)
     if of_self:
+        reader.found += [
+            (kind, replace(made, line=node.lineno), node.lineno)
+            for kind, made, _ in inner.found
+            if kind == "BUFFER"
+        ]
+    if of_self:
         own = attributes_in(inner.env)
         reader.env.update(own)
         filled = {name for name, each in own.items() if each.has("keyed", "updated")}

@@ -185,6 +185,7 @@ class Interpreter:
         outlives = isinstance(target, ast.Attribute)
         if outlives:
             value = value.tagged(*self.file.wrapped.get(last, ()))
+            self.note_buffer(name, last, value, target.lineno)
         if outlives or name in self.file.changed:
             self.file.set_to.setdefault(last, []).append(value)
         chosen = self.parted if outlives else self.chosen
@@ -354,6 +355,13 @@ class Interpreter:
             self.found.append(("ALARM", made, self.alarm))
         if self.held:
             self.found.append(("LOCK", made, self.held))
+
+    def note_buffer(self, name: str, buffer: object, value: Abstract, line: int) -> None:
+        """A buffer that is made as large as this rank's batch says, which DDP broadcasts."""
+        begins = self.definition.name.endswith(".__init__")
+        if value.has("own_size") and buffer in self.file.buffers and not begins:
+            made = Collective(name, "buffer", line, guess=knowledge.NOT_YET)
+            self.found.append(("BUFFER", made, line))
 
     def read(
         self,

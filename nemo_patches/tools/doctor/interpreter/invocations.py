@@ -145,6 +145,9 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         return _mapped(reader, call)
     _set_alarm(reader, call)
     _state_of_metric(reader, call)
+    if call.last == "register_buffer" and len(call.args) > 1:
+        buffer = constant(node.args[0])
+        reader.note_buffer(f"self.{buffer}", buffer, call.args[1], node.lineno)
     _update(reader, call)
     _keep(reader, call)
     _pass_on(reader, call)

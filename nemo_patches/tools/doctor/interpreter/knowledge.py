@@ -98,6 +98,7 @@ LAYERS = (
 LAYER_AT = re.compile("layer at ")  # a tag: and where it is made
 WEIGHTS = "for whose gradients DDP waits"
 LOG_SYNCED = "which reduces over all ranks by sync_dist"
+NOT_YET = "a batch comes that is longer than what the buffer was made for, and not on all ranks"
 LISTED = "which a metric gathers from all ranks, item by item"
 LOG_OF_METRIC = "which gathers a metric from all ranks"
 _OF_ALL = "which every rank must set, or none"
@@ -152,6 +153,7 @@ WRAPPERS = {
     "wrap": ("fsdp", "fsdp"),
     "initialize": ("ddp", "deepspeed"),
 }
+DDP = words("DistributedDataParallel DDP")
 # What a class makes, whatever it is called: as COLLECTIVES has its owner.
 MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "@trainer"}
 GROUP_OF_A_WRAPPER = ("process_group", "pg_collection")
@@ -343,6 +345,10 @@ SOUNDS_COLLECTIVE = (
 )
 # What another file's function agrees on, by its name: its first argument, in place.
 AGREES_IN_PLACE = r"^_?(all_?reduce|broadcast)(_object_list|_tensors?)?_?$"
+# What makes a tensor of the size that it is given.
+SIZED = words("""
+    arange empty eye full linspace new_empty new_full new_ones new_zeros ones rand randn zeros
+    """)
 NEW_TENSORS = words("torch.tensor torch.zeros torch.as_tensor")
 # A test of what word a batch has.
 WORD_OF_BATCH = r"\b(batch|batches|data|samples?)(\[[^\]]*\])+ (==|!=|in|not in) [^\d-]"
@@ -394,8 +400,8 @@ MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
-    alone counted ddp even file fsdp gradient keyed lacks loader metric named next perhaps random
-    rank sized text
+    alone counted ddp even file fsdp gradient keyed lacks loader metric named next own_size perhaps
+    random rank sized text
     """)
 
 

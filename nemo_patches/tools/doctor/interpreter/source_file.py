@@ -137,6 +137,14 @@ class SourceFile:
         self.shares_buffers = all(
             each.arg != "broadcast_buffers" for each in nodes(tree, ast.keyword)
         )
+        # The names of those that DDP gives to all ranks.
+        self.buffers = {
+            constant(each.args[0])
+            for each in nodes(tree, ast.Call)
+            if last_part(dotted(each.func)) == "register_buffer" and each.args
+        }
+        if not (self.shares_buffers and self.mentioned & knowledge.DDP):
+            self.buffers = set()
         self.wrapped = dict(_deepspeed_engines(tree))
         self.attributes: dict[str, dict[str, Abstract]] = {}
         # By the last part of a name, what attributes of any object and globals are set to.
