@@ -191,6 +191,7 @@ def _read(file: SourceFile) -> list[Interpreter]:
     for definition in file.definitions:
         reader = Interpreter(_VISITORS, file, definition, file.start(definition, {}))
         reader.alarm = functions.decorated_alarm(reader)
+        reader.apart = bool(functions.one_rank(reader, definition))
         reader.block(definition.node.body)
         read.append(reader)
         if definition.owner:
@@ -198,7 +199,8 @@ def _read(file: SourceFile) -> list[Interpreter]:
             file.set_to.setdefault(last_part(definition.name), []).append(
                 reader.returned
             )
-            file.of_classes.append((definition.owner.name, reader.attributes_set))
+            kept = functions.as_kept(reader.attributes_set, alone=reader.apart)
+            file.of_classes.append((definition.owner.name, kept))
     file.attributes = {}
     for of_class, known in file.of_classes:
         file.keep_attributes(of_class, known)

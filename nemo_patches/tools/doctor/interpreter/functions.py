@@ -174,13 +174,18 @@ def _keep_set(reader: Interpreter, owner: Definition, inner: Interpreter) -> Non
     """
     apart = reader.apart and reader.file.calls[owner.name] < 2  # the only object
     if apart or inner.definition.name.endswith(".__init__"):
-        kept = {
-            name: replace(each, level=VARIES, at=None).tagged("alone")
-            if apart
-            else each
-            for name, each in inner.attributes_set.items()
-        }
+        kept = as_kept(inner.attributes_set, alone=apart)
         reader.file.of_classes.append((owner.name, kept))
+
+
+def as_kept(attributes: Environment, *, alone: bool) -> Environment:
+    """What attributes are behind a method. alone: which some ranks alone call."""
+    if not alone:
+        return attributes
+    return {
+        name: replace(each, level=VARIES, at=None).tagged("alone")
+        for name, each in attributes.items()
+    }
 
 
 def items_of(reader: Interpreter, own: Definition) -> Items:

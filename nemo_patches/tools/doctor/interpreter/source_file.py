@@ -373,6 +373,10 @@ class SourceFile:
                 continue
             tags = [each for each in value.tags if not each.startswith(FILLED)]
             value = replace(value, tags=frozenset(tags))
+            if value.has("alone") and any(
+                each.has("agreed") for each in self.set_to.get(last_part(key), ())
+            ):
+                value = AGREED  # one rank decides, and tells the others
             kept[key] = joined(kept[key], value) if key in kept else value
 
 
