@@ -79,7 +79,12 @@ def _of_ranks(call: Call) -> Abstract | None:
         if at is not None:
             return replace(mixed(call.args), at=at)
     bare = not node.args and not node.keywords
-    if bare or knowledge.SAID_BY.get(call.last) == "ranks":
+    said = knowledge.SAID_BY.get(call.last)
+    settings = [text_of(each) for each in node.args] == ["args"]  # is_primary(args)
+    if call.last == "get_dist_info":
+        pair = [file.source(each) or Abstract() for each in ("rank", "world_size")]
+        return Abstract(parts=tuple(pair))
+    if bare or (settings and said == "first rank") or said == "ranks":
         return file.source(call.name) or file.by_rank.get(call.last)
     # In a group, which may be that of all ranks.
     in_group = call.last == "get_rank" and call.origin.startswith("torch.distributed")
@@ -132,7 +137,8 @@ def _sounds_agreed(call: Call) -> bool:
     """Not where it gathers, scatters or reduces along a dimension of a tensor."""
     first = call.args[0] if call.args else Abstract()
     along = bool(first.at) and isinstance(first.at[0], int) and len(call.args) > 1
-    local = re.match(knowledge.OF_ONE_RANK, call.origin) or along or "index" in call.given
+    along = along or "index" in call.given
+    local = along or re.match(knowledge.OF_ONE_RANK, call.origin)
     return bool(parts_of(call.last) & knowledge.AGREEING) and not local
 
 
@@ -188,9 +194,9 @@ def _by_name(call: Call) -> Abstract:
         return value.without("gradient", *own)
     by_function = isinstance(node.func, ast.Name) or call.last == "tolist"
     enough = DATA if by_function else UNKNOWN
-    if call.name.endswith(".size") and call.owner.has("full"):
-        if [constant(each) for each in node.args] == [0]:
-            return Abstract()
+    asked = [constant(each) for each in node.args]
+    if call.name.endswith(".size") and call.owner.has("full") and asked == [0]:
+        return Abstract()
     if call.last in knowledge.READ_OFF and value.level >= enough:
         value = replace(value, level=VARIES).without("gradient", "next")
     if call.origin in knowledge.NEW_TENSORS and all(

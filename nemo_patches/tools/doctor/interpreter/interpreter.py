@@ -356,7 +356,9 @@ class Interpreter:
         if self.held:
             self.found.append(("LOCK", made, self.held))
 
-    def note_buffer(self, name: str, buffer: object, value: Abstract, line: int) -> None:
+    def note_buffer(
+        self, name: str, buffer: object, value: Abstract, line: int
+    ) -> None:
         """A buffer that is made as large as this rank's batch says, which DDP broadcasts."""
         begins = self.definition.name.endswith(".__init__")
         if value.has("own_size") and buffer in self.file.buffers and not begins:

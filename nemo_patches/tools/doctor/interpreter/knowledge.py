@@ -33,6 +33,13 @@ torch.distributed.checkpoint |
     load_state_dict save save_state_dict set_model_state_dict set_optimizer_state_dict
     set_state_dict
     | in which all ranks take part | |
+mmengine.dist,mmcv.runner,mmdet.core,mmdet.apis,detectron2.utils.comm,ignite.distributed,
+    composer.utils.dist,timm.utils |
+    all_gather all_gather_object all_reduce all_reduce_dict all_reduce_params allreduce_params
+    barrier broadcast broadcast_object_list collect_results collect_results_cpu
+    collect_results_gpu distribute_bn gather gather_object reduce_dict reduce_tensor
+    shared_random_seed sync_random_seed synchronize
+    | in which all ranks take part | |
 megatron. | load_checkpoint save_checkpoint | in which all ranks take part | |
 * | GatheredParameters consolidate_state_dict distribute_module distribute_tensor
     full_optim_state_dict full_tensor optim_state_dict redistribute
@@ -199,9 +206,9 @@ SOURCES = {
         local_rank node_rank process_index rank world_rank
         """),
     "first rank": words("""
-        is_first_rank is_global_rank_zero is_global_zero is_local_main_process
+        is_first_rank is_global_primary is_global_rank_zero is_global_zero is_local_main_process
         is_local_process_zero is_main is_main_process is_main_rank is_master is_master_process
-        is_master_rank is_rank0 is_rank_0 is_rank_zero is_world_process_zero main_process
+        is_master_rank is_primary is_rank0 is_rank_0 is_rank_zero is_world_process_zero main_process
         master_process
         """),
     "last rank": words("is_last_process is_last_rank"),
