@@ -291,12 +291,15 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     iterated = reader.of(node.iter)
     if iterated.has("object") and iterated.has("rank"):  # a loader that shares out
         iterated = replace(iterated, level=SAME).without("rank")
+    whole = [node.iter, *getattr(node.iter, "args", [])]  # enumerate(data)
+    of_keys = not iterated.has("keyed") and _draws_keys(node, whole)
+    if of_keys:
+        iterated = replace(iterated, count=SAME)
     generator = _generator(reader, iterated)
     before, behind = _generated(generator, node) if generator else ([], [])
     if generator and generator.returned.count == VARIES:
         iterated = replace(iterated, count=VARIES)
     reader.items += before
-    whole = [node.iter, *getattr(node.iter, "args", [])]  # enumerate(data)
     loads = is_loader(text_of(node.iter)) or "data" in map(dotted, whole)
     if iterated.turns == DATA and loads:
         iterated = replace(iterated, count=UNKNOWN)
@@ -306,7 +309,7 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     if iterated.at is not None and isinstance(node.target, ast.Name):
         reader.ranges[node.target.id] = condition.key, iterated.at
     drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
-    if not iterated.has("keyed") and _draws_keys(node, whole):
+    if of_keys:
         drawn = Abstract()
     keys = last_part(dotted(getattr(node.iter, "func", node))) in ("items", "keys")
     of_items = iterated.level >= DATA and drawn.level >= DATA and not keys
