@@ -15,6 +15,7 @@ from nemo_patches.tools.doctor.interpreter.source_file import SourceFile
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
+    FILLED,
     SAME,
     UNKNOWN,
     VARIES,
@@ -136,7 +137,8 @@ def _known(call: Call) -> Abstract | None:
 def _sounds_agreed(call: Call) -> bool:
     """Not where it gathers, scatters or reduces along a dimension of a tensor."""
     first = call.args[0] if call.args else Abstract()
-    along = bool(first.at) and isinstance(first.at[0], int) and len(call.args) > 1
+    along = first.at is not None and isinstance(first.at[0], int)
+    along = along and len(call.args) > 1
     along = along or "index" in call.given
     local = along or re.match(knowledge.OF_ONE_RANK, call.origin)
     return bool(parts_of(call.last) & knowledge.AGREEING) and not local
@@ -210,7 +212,9 @@ def _by_name(call: Call) -> Abstract:
     if re.match(knowledge.LAYERS, call.origin):
         value = value.tagged(f"layer at {node.lineno}:{node.col_offset}")
     if last_part(call.origin) in knowledge.DICTS:
-        value = value.tagged("grows")
+        value = value.tagged("grows", *(f"{FILLED}{each}" for each in call.given))
+        if any(each.has("keyed") for each in call.args):
+            value = replace(value, count=VARIES)
     if call.name == "dict" or call.last[:1].isupper():
         value = replace(value, entries=tuple(call.given.items())).tagged("object")
         if call.name != "dict":  # what an object decides is in what it is asked

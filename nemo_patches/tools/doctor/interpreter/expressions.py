@@ -38,6 +38,7 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
+    FILLED,
     SAME,
     UNKNOWN,
     VARIES,
@@ -56,6 +57,7 @@ from nemo_patches.tools.doctor.syntax import (
 
 _COMPARING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _BLANK = Abstract()
+_MOST_KEYS = 30  # of a dict that are told apart
 _MOST_FIELDS = 10  # of a batch; a larger number is one of samples or of words
 _BELONGING = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
 
@@ -284,14 +286,16 @@ def visit_JoinedStr(reader: Interpreter, node: ast.JoinedStr) -> Abstract:
 
 def visit_Dict(reader: Interpreter, node: ast.Dict) -> Abstract:
     values = list(map(reader.of, node.values))
-    pairs = zip(node.keys, values, strict=True)
-    known = tuple(
+    pairs = list(zip(node.keys, values, strict=True))
+    known: tuple[tuple[object, Abstract], ...] = tuple(
         (key.value, each) for key, each in pairs if isinstance(key, ast.Constant)
     )
     entries = known if len(known) == len(values) else ()
-    value = replace(mixed(values), count=SAME, entries=entries)
+    # {**losses, ..}
+    own = any(each.has("keyed") for key, each in pairs if key is None)
+    value = replace(mixed(values), count=VARIES if own else SAME, entries=entries)
     nothing = values and all(each.has("nothing", "const") for each in values)
-    value = value if node.keys else value.tagged("grows")
+    value = value.tagged("grows", *(f"{FILLED}{key}" for key, _ in known[:_MOST_KEYS]))
     return value.tagged("nothing") if nothing else value
 
 

@@ -93,7 +93,7 @@ def call_helper(
     of_self = reader.owner is not None and called.owner is reader.owner
     own = attributes_in(reader.env) if of_self else {}
     fields = {f"self.{name}": each for name, each in of.entries}
-    inner = _summary(reader, called, {**fields, **given}, own)
+    inner = summary(reader, called, {**fields, **given}, own)
     returned = _by_wrappers(reader, called, node, inner.returned)
     if one_rank(reader, called):
         return returned
@@ -197,10 +197,10 @@ def items_of(reader: Interpreter, own: Definition) -> Items:
 def read_alone(reader: Interpreter, own: Definition) -> Interpreter | None:
     if own in reader.file.being_read or reader.depth >= MOST_DEEP:
         return None
-    return _summary(reader, own, {}, {})
+    return summary(reader, own, {}, {})
 
 
-def _summary(
+def summary(
     reader: Interpreter,
     called: Definition,
     given: Mapping[str, Abstract],

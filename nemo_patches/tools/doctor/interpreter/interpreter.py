@@ -161,7 +161,7 @@ class Interpreter:
             whole = self.of(target.value)
             put = replace(joined(value, whole), at=None, count=whole.turns, item=None)
             put = replace(put, entries=whole.entries, ref=None)
-            if whole.has("grows") and self.chosen == VARIES:
+            if whole.has("grows") and self.handles and self.chosen == VARIES:
                 put = replace(put, level=VARIES, count=VARIES)
             if isinstance(target, ast.Subscript):
                 key = self.of(target.slice)
@@ -205,7 +205,7 @@ class Interpreter:
         if not whole.has("grows"):
             return whole
         own = key.level >= DATA and not key.has("named")
-        if own or self.chosen == VARIES:
+        if own or (self.handles and self.chosen == VARIES):
             return _of_own_keys(whole)
         return whole.tagged(f"{FILLED}{key.at[0] if key.at else ''}")
 
@@ -279,9 +279,7 @@ class Interpreter:
         value = joined(one, other)
         if one == other:
             return value
-        own = condition.value.level >= DATA or condition.value.has("lacks")
-        own = own and not re.search(knowledge.FORM_OF_ITEM, condition.key)
-        if own and self.of_items and _keys_in(one) != _keys_in(other):
+        if self.parts_keys(condition) and _keys_in(one) != _keys_in(other):
             value = _of_own_keys(value)
         if one.ref != other.ref and (_callable(one) or _callable(other)):
             value = replace(value, ref=Choice(condition, one.ref, other.ref))
@@ -299,6 +297,23 @@ class Interpreter:
         return replace(value, at=at, level=level, count=value.count or SAME).tagged(
             "alone"
         )
+
+    def parts_keys(self, condition: Decision) -> bool:
+        """Whether ranks have unlike keys in a dict that it decides to fill."""
+        value = condition.value
+        own = self.of_items and (value.level >= DATA or value.has("lacks"))
+        own = own or (value.level == VARIES and not value.has("file"))
+        return own and not re.search(knowledge.FORM_OF_ITEM, condition.key)
+
+    def of_own_keys(self, known: Environment, before: Environment) -> Environment:
+        """The names behind what some turns leave out, as their keys are those of the others."""
+        nothing = Abstract()
+        return {
+            name: _of_own_keys(each)
+            if _keys_in(each) - _keys_in(before.get(name, nothing))
+            else each
+            for name, each in known.items()
+        }
 
     def by_rank(self, value: Abstract) -> bool:
         return value.has("rank") or self.file.members.differ(value.at)

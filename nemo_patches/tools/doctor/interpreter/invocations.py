@@ -11,8 +11,10 @@ from nemo_patches.tools.doctor.interpreter.expressions import attribute
 from nemo_patches.tools.doctor.interpreter.functions import (
     MOST_DEEP,
     call_helper,
+    given_by,
     items_of,
     own_function,
+    summary,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.names import (
@@ -21,8 +23,10 @@ from nemo_patches.tools.doctor.interpreter.names import (
 from nemo_patches.tools.doctor.interpreter.peer_messages import message_of
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
+    FORWARD,
     GENERATE,
     LOG,
+    UNUSED,
     WITHOUT_AGREEMENT,
     Branch,
     Choice,
@@ -41,6 +45,7 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
+    FILLED,
     IN_A_GROUP,
     SAME,
     UNKNOWN,
@@ -87,7 +92,9 @@ def visit_Call(reader: Interpreter, node: ast.Call) -> Abstract:
         return _wrap(reader, call, kind, last)
     if call.owner.has("one device"):
         return call.owner if last in knowledge.CONTAINERS else Abstract()
-    return _lead_to(reader, own_function(reader, node) or call.function.ref, call)
+    wrapped = call.function.has("ddp", "fsdp")
+    target = None if wrapped else call.function.ref
+    return _lead_to(reader, own_function(reader, node) or target, call)
 
 
 def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
@@ -126,7 +133,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         if made.pairs_with == BACKWARD:
             taken = [call.owner, *call.args]
             made = replace(made, modules=modules_in(mixed(taken).tags))
-        return _agree(reader, node, made).tagged(*modules_in(call.function.tags))
+        return _agree(reader, call, made).tagged(*modules_in(call.function.tags))
     whole = reader.trained and reader.file.used_whole
     for each in filter(knowledge.LAYER_AT.match, call.function.tags if whole else ()):
         reader.emit(Collective(call.name, each, node.lineno, knowledge.WEIGHTS))
@@ -149,6 +156,8 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         buffer = constant(node.args[0])
         reader.note_buffer(f"self.{buffer}", buffer, call.args[1], node.lineno)
     _update(reader, call)
+    if call.last == "update" and call.owner.has("grows"):
+        _add_keys(reader, call.name.removesuffix(".update"), call)
     _keep(reader, call)
     _pass_on(reader, call)
     _hand_over(reader, call)
@@ -352,6 +361,17 @@ def _add_to_item(reader: Interpreter, node: ast.expr) -> None:
             reader.set(dotted(whole), reader.filled(reader.of(whole), reader.of(key)))
 
 
+def _add_keys(reader: Interpreter, name: str, call: calls.Call) -> None:
+    """`losses.update(of_boxes)`, `losses.update(box=..)`."""
+    filled = call.owner.tagged(*(f"{FILLED}{each}" for each in call.given))
+    for each in call.args:
+        own = ["keyed"] if each.has("keyed") else []
+        keys = [tag for tag in each.tags if tag.startswith(FILLED)]
+        filled = filled.tagged(*keys, *own)
+        filled = replace(filled, count=VARIES) if own else filled
+    reader.set(name, filled)
+
+
 def _update(reader: Interpreter, call: calls.Call) -> None:
     """A tensor that is changed in place by this rank's data: `self.count.mul_(0.9).add_(new)`."""
     given = mixed([*call.args, *call.given.values()])
@@ -406,7 +426,8 @@ def _wrap(reader: Interpreter, call: calls.Call, kind: str, last: str) -> Abstra
     groups = map(call.given.get, knowledge.GROUP_OF_A_WRAPPER)
     grouped = any(each and not (each.parts or each.has("nothing")) for each in groups)
     place = f"{WRAPPED_AT}{node.lineno}{IN_A_GROUP if grouped else ''}"
-    value = tagged(kind, *perhaps, *engine, place)
+    ref = call.args[0].ref if call.args and call.args[0].has("instance") else None
+    value = replace(tagged(kind, *perhaps, *engine, place), ref=ref)
     unused = call.given.get("find_unused_parameters", reader.file.constant(False))
     if kind == "ddp" and call.args and unused.decided is False:
         reader.file.used_whole |= call.args[0].has("instance")
@@ -430,8 +451,18 @@ def _wrap(reader: Interpreter, call: calls.Call, kind: str, last: str) -> Abstra
     return value
 
 
-def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
+def _of_forward(reader: Interpreter, call: calls.Call) -> Abstract:
+    """What a wrapped module gives: data, in a dict perhaps with keys of this rank's own."""
+    forward = reader.file.method(call.function.ref, "forward")
+    if forward is None or forward in reader.file.being_read:
+        return Abstract(DATA)
+    returned = summary(reader, forward, given_by(forward, call), {}).returned
+    return returned if returned.has("keyed") else Abstract(DATA)
+
+
+def _agree(reader: Interpreter, call: calls.Call, made: Collective) -> Abstract:
     """Make a collective: what it gives, and what is the same on all ranks behind it."""
+    node = call.node
     last = last_part(made.name)
     if made.pairs_with == GENERATE:
         _generate(reader, node, made)
@@ -439,6 +470,8 @@ def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
     reader.emit(made)
     if made.pairs_with in (*WITHOUT_AGREEMENT, "state_dict"):
         encodes = made.pairs_with not in (BACKWARD, "log", "state_dict")
+        if made.pairs_with in (FORWARD, UNUSED):
+            return _of_forward(reader, call)
         return Abstract(DATA if encodes else SAME)
     every = list(node.args)
     every += [

@@ -196,6 +196,9 @@ def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
     reader.items.append(Branch(condition, yes, no))
     if (left is None) != (left_too is None):
         reader.env = taken if left is None else other
+        skips = BlockEnd.CONTINUE in (left, left_too)
+        if skips and reader.parts_keys(condition):
+            reader.env = reader.of_own_keys(reader.env, before)
         return None
     reader.env = _merged(reader, condition, before, taken, other)
     return left_too if left is BlockEnd.RAISE else left
