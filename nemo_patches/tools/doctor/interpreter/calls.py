@@ -245,7 +245,7 @@ def _mixed(call: Call) -> Abstract:
     keeps = call.last in knowledge.CONTAINERS
     if call.last == "deepcopy":  # of a model before it is wrapped, mostly
         value = value.without("ddp")
-    return value if keeps else value.without("ddp", "fsdp", "metric")
+    return value if keeps else value.without("ddp", "fsdp", "metric", "@engine")
 
 
 def _of_items(call: Call) -> Abstract | None:

@@ -559,7 +559,8 @@ class WaysCompared:
             return False
         if guess:
             sharded = "gathers" in made.why and not made.guess
-            return sharded and made.pairs_with in (FORWARD, UNUSED)
+            layer = self.file.lacks_fields and knowledge.LAYER_AT.match(made.pairs_with)
+            return sharded and bool(made.pairs_with in (FORWARD, UNUSED) or layer)
         for each in conditions:
             if each.kind == "for" and each.around(made.line):
                 if each.value.has("keyed"):  # and as many may be others

@@ -135,8 +135,10 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
             made = replace(made, modules=modules_in(mixed(taken).tags))
         return _agree(reader, call, made).tagged(*modules_in(call.function.tags))
     whole = reader.trained and reader.file.used_whole
+    gathers = reader.file.gathers_layers
+    why = knowledge.ON_FSDP[0] if gathers else knowledge.WEIGHTS
     for each in filter(knowledge.LAYER_AT.match, call.function.tags if whole else ()):
-        reader.emit(Collective(call.name, each, node.lineno, knowledge.WEIGHTS))
+        reader.emit(Collective(call.name, each, node.lineno, why))
     _handle(reader, call)
     message = message_of(call, reader.ranges)
     if message is not None:
@@ -426,11 +428,14 @@ def _wrap(reader: Interpreter, call: calls.Call, kind: str, last: str) -> Abstra
     groups = map(call.given.get, knowledge.GROUP_OF_A_WRAPPER)
     grouped = any(each and not (each.parts or each.has("nothing")) for each in groups)
     place = f"{WRAPPED_AT}{node.lineno}{IN_A_GROUP if grouped else ''}"
-    ref = call.args[0].ref if call.args and call.args[0].has("instance") else None
-    value = replace(tagged(kind, *perhaps, *engine, place), ref=ref)
+    given = call.args[0] if call.args else call.given.get("model", Abstract())
+    own = given.has("instance")
+    value = tagged(kind, *perhaps, *engine, place)
+    value = replace(value, ref=given.ref if own else None)
     unused = call.given.get("find_unused_parameters", reader.file.constant(False))
-    if kind == "ddp" and call.args and unused.decided is False:
-        reader.file.used_whole |= call.args[0].has("instance")
+    by_engine = bool(engine) and not reader.file.gathers_layers
+    if own and kind == "ddp" and unused.decided is False and not by_engine:
+        reader.file.used_whole = True
     if call.args and "auto_wrap_policy" in call.given:
         _wrap_layers(reader, call.args[0].ref, value.tags)
     if last != "fully_shard" or not node.args:

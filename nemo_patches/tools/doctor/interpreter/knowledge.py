@@ -407,7 +407,7 @@ MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
-    alone counted ddp even file fsdp gradient keyed lacks loader metric named next own_size perhaps
+    @engine alone counted ddp even file fsdp gradient keyed lacks loader metric named next own_size perhaps
     random rank sized text
     """)
 

@@ -119,6 +119,11 @@ class SourceFile:
         if "zero" in self.subjects and _shards_parameters(tree):
             self.subjects.add("zero 3")
         self.full = frozenset({"full"} if _fills_batches(tree) else ())
+        self.lacks_fields = _lacks_fields(tree)
+        # Whether each layer that is called is a collective.
+        self.gathers_layers = (
+            "zero 3" in self.subjects and "set_z3_leaf_modules" not in self.mentioned
+        )
         packages = _packages(tree)
         self.imported = packages - {""}
         if packages & knowledge.TRAINERS:
@@ -486,6 +491,17 @@ def _fills_batches(tree: ast.Module) -> bool:
     ]
     full = {"drop_last=True" in each and "collate_fn" not in each for each in made}
     return full == {True}
+
+
+def _lacks_fields(tree: ast.Module) -> bool:
+    """Whether what makes samples or batches of them puts None in the place of some."""
+    return any(
+        isinstance(chosen, ast.Constant) and chosen.value is None
+        for each in nodes(tree, ast.FunctionDef)
+        if each.name == "__getitem__" or "collate" in each.name
+        for either in nodes(each, ast.IfExp)
+        for chosen in (either.body, either.orelse)
+    )
 
 
 def _deepspeed_engines(tree: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
