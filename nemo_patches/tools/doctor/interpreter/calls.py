@@ -100,6 +100,8 @@ def _known(call: Call) -> Abstract | None:
         last_part(call.origin) == "islice" and _of_rank(call)
     ):
         return _dealt(call)
+    if last_part(call.origin) in knowledge.EVEN_SAMPLERS:
+        return Abstract(count=SAME, item=Abstract(DATA))
     if call.owner.has("instance") and call.last in knowledge.CONTAINERS:
         return call.owner  # model.cuda()
     if re.match(knowledge.METRICS, call.origin):

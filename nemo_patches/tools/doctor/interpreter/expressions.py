@@ -185,6 +185,8 @@ def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
     if at or of_model or features:  # the number of features is the model's
         return Abstract(at=at)
     level = _level_at(value, constant)
+    if key.level >= DATA and not key.has("named"):  # that of an item of this rank's
+        level = max(level, DATA)
     count = value.count if level == VARIES else None
     if reader.by_rank(key):  # this rank's own
         level = max(level, DATA)
@@ -214,7 +216,7 @@ def _slice(reader: Interpreter, value: Abstract, node: ast.Slice) -> Abstract:
     )
     tags = value.tags & (knowledge.CARRIED | {"agreed", "shape"})
     if sized and not own:
-        tags |= {"even"}
+        tags |= {"share" if "step" in bounds else "even"}
     count = value.count if value.level == VARIES else None
     if unequal and not value.has("even"):
         # Cut off at what the number of ranks divides, all shares are as long.

@@ -332,6 +332,8 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
     if chosen:
         count = VARIES
     added = replace(added, level=VARIES if chosen else added.level, count=count)
+    if last.has("share"):  # [items[each::world] for each in range(world)]
+        added = added.tagged("dealt")
     reader.set(name, added.tagged("even") if reader.sized else added)
     if owner.has("concatenated", "listed"):
         each = owner.has("listed")

@@ -257,6 +257,8 @@ HANDLERS = {"addFilter": "filter", "addHandler": "emit", "basicConfig": "emit"}
 RECORDS = words("critical debug error exception info log warn warning")
 # What deals something out to ranks, in shares that differ by one.
 DEALING = words("array_split shard split_between_processes split_dataset_by_node")
+# Samplers that give each rank as many items, of its own.
+EVEN_SAMPLERS = words("DistributedSampler DistributedSamplerWrapper OrderedDistributedSampler")
 # Objects that decide by what they have been given.
 HOLDING = words("early meter monitor patience stop stopper stopping tracker")
 LOSSES = words("loss losses")
@@ -388,6 +390,8 @@ OF_WRAPPERS = {
 }
 # Context managers in which rank 0 goes first, and the others wait at a barrier.
 FIRST = words("main_process_first local_main_process_first")
+# Errors that end a trial, and not the job.
+ENDS_A_TRIAL = words("TrialPruned")
 # What lets ranks end a loop one after another.
 JOINS = r"(\bJoin|\.join|join_uneven_inputs)\("
 # Calls of torch.distributed from one rank to another, and what a rank does in them.

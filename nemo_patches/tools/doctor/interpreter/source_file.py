@@ -258,6 +258,10 @@ class SourceFile:
             for each in self.bases(definition.owner)[1]
         ):
             reduced = knowledge.REDUCED
+        begins_sampler = definition.name.endswith("Sampler.__init__") or (
+            definition.name.endswith(".__init__")
+            and any(each.endswith("Sampler") for each in self.bases(definition.owner)[1])
+        )
         args = definition.node.args
         for argument, default in _arguments(args):
             if argument.arg in reduced:
@@ -268,6 +272,8 @@ class SourceFile:
                 value = replace(value, level=min(value.level, UNKNOWN))
             if not given:
                 value = self._as_called(definition, argument.arg, value)
+            if begins_sampler and value.level == DATA:  # of the whole data set
+                value = replace(value, level=UNKNOWN)
             if (
                 given
                 and argument.arg not in given

@@ -74,7 +74,10 @@ def statement(reader: Interpreter, node: ast.stmt) -> BlockEnd | None:
             reader.of(each)
     end = _ENDS.get(type(node))
     raised = getattr(node, "exc", None) if isinstance(node, ast.Raise) else None
-    text = f"raise {dotted(getattr(raised, 'func', raised))}" if raised else ""
+    error = dotted(getattr(raised, "func", raised)) if raised else ""
+    text = f"raise {error}" if raised else ""
+    if last_part(error) in knowledge.ENDS_A_TRIAL:
+        end = BlockEnd.RETURN
     called = _called(node) if isinstance(node, ast.Expr) else None
     if called is not None:
         last = reader.items[-1] if reader.items else None
