@@ -283,7 +283,11 @@ class Interpreter:
             value = _of_own_keys(value)
         if one.ref != other.ref and (_callable(one) or _callable(other)):
             value = replace(value, ref=Choice(condition, one.ref, other.ref))
-        if name == "return" and condition.value.level == VARIES:
+        # A path, or None, by what this rank sees of the files.
+        seen = condition.value.has("file") and one.has("nothing") != other.has(
+            "nothing"
+        )
+        if (name == "return" or (name and seen)) and condition.value.level == VARIES:
             of_files = condition.value.tags & {"file", "random"}
             value = replace(value, level=VARIES).tagged("chosen", *of_files)
         if not self.by_rank(condition.value):

@@ -290,7 +290,7 @@ def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstra
     if iterates is None or iterates in reader.file.being_read:
         return made
     inner = reader.read(iterates, {}, {})
-    if not inner.yields:
+    if not inner.yields and inner.returned.count != VARIES:
         return made
     return replace(made, count=inner.returned.count, item=tagged("batch", level=DATA))
 

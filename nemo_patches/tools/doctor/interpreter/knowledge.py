@@ -258,7 +258,9 @@ RECORDS = words("critical debug error exception info log warn warning")
 # What deals something out to ranks, in shares that differ by one.
 DEALING = words("array_split shard split_between_processes split_dataset_by_node")
 # Samplers that give each rank as many items, of its own.
-EVEN_SAMPLERS = words("DistributedSampler DistributedSamplerWrapper OrderedDistributedSampler")
+EVEN_SAMPLERS = words(
+    "DistributedSampler DistributedSamplerWrapper OrderedDistributedSampler"
+)
 # Objects that decide by what they have been given.
 HOLDING = words("early meter monitor patience stop stopper stopping tracker")
 LOSSES = words("loss losses")
@@ -411,8 +413,8 @@ MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
-    @engine alone counted ddp even file fsdp gradient keyed lacks loader metric named next own_size perhaps
-    random rank sized text
+    @engine alone counted ddp even file fsdp gradient keyed lacks loader metric named next own_size
+    perhaps random rank sized text
     """)
 
 

@@ -260,7 +260,9 @@ class SourceFile:
             reduced = knowledge.REDUCED
         begins_sampler = definition.name.endswith("Sampler.__init__") or (
             definition.name.endswith(".__init__")
-            and any(each.endswith("Sampler") for each in self.bases(definition.owner)[1])
+            and any(
+                each.endswith("Sampler") for each in self.bases(definition.owner)[1]
+            )
         )
         args = definition.node.args
         for argument, default in _arguments(args):
