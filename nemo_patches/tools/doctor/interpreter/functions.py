@@ -86,16 +86,22 @@ def call_helper(
     if called in reader.file.being_read or manages(called):
         return Abstract(UNKNOWN)
     given = {} if call is None else given_by(called, call)
+    alone = bool(one_rank(reader, called))
+    outer = reader.apart
+    reader.apart |= alone
     for parameter, value in given.items():
         seen = reader.file.given.setdefault(called, {})
-        seen.setdefault(parameter, []).append(value)
+        # Of what all ranks agreed on, some ranks alone are told here.
+        told = value.without("agreed") if reader.apart else value
+        seen.setdefault(parameter, []).append(told)
     reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
     of_self = reader.owner is not None and called.owner is reader.owner
     own = attributes_in(reader.env) if of_self else {}
     fields = {f"self.{name}": each for name, each in of.entries}
     inner = summary(reader, called, {**fields, **given}, own)
+    reader.apart = outer
     returned = _by_wrappers(reader, called, node, inner.returned)
-    if one_rank(reader, called):
+    if alone:
         return returned
     if inner.items and not inner.yields:
         guess = collectives.guess_of_helper(called, call, reader.file)

@@ -187,7 +187,8 @@ class Interpreter:
             value = value.tagged(*self.file.wrapped.get(last, ()))
             self.note_buffer(name, last, value, target.lineno)
         if outlives or name in self.file.changed:
-            self.file.set_to.setdefault(last, []).append(value)
+            told = value.without("agreed") if self.apart else value
+            self.file.set_to.setdefault(last, []).append(told)
         chosen = self.parted if outlives else self.chosen
         if chosen == VARIES and value.has("const") and not value.has("agreed"):
             value = replace(value, level=VARIES, at=None, count=SAME).tagged("chosen")
