@@ -183,6 +183,13 @@ class _Plain(ast.NodeTransformer):
             block = ast.Try([ast.Expr(ast.Yield())], handlers, [], leave.body)
             enter.body.append(ast.copy_location(block, enter))
             node.body.remove(leave)
+        begin, step = own.get("__iter__"), own.get("__next__")
+        returned = nodes(begin, ast.Return) if begin else []
+        if begin and step and [text_of(each) for each in returned] == ["return self"]:
+            _Yields().visit(step)
+            turns = ast.While(ast.Constant(True), step.body, [])
+            _Turns(ast.copy_location(turns, step)).visit(begin)
+            node.body.remove(step)
         return node
 
     def visit_Match(self, node: ast.Match) -> ast.AST:
@@ -199,6 +206,27 @@ class _Plain(ast.NodeTransformer):
             made.end_lineno = node.end_lineno
             chain = [made]
         return chain[0]
+
+
+class _Turns(ast.NodeTransformer):
+    """With the turns of a generator in place of a return."""
+
+    def __init__(self, turns: ast.While) -> None:
+        self.turns = turns
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        return self.turns
+
+
+class _Yields(ast.NodeTransformer):
+    """An iterator's step as one of a generator."""
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        return ast.copy_location(ast.Expr(ast.Yield(node.value)), node)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        ends = node.exc is not None and "StopIteration" in text_of(node.exc)
+        return ast.copy_location(ast.Return(None), node) if ends else node
 
 
 class _GoesOn(ast.NodeTransformer):

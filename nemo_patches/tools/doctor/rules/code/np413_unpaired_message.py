@@ -1,6 +1,7 @@
 """A send that no rank receives, a recv that no rank sends, a ring in which all receive first.
 
-So, too, all_to_all_single with sizes that only this rank knows: it takes more than the others send.
+So, too, all_to_all_single with sizes that only this rank knows: it takes more than the others send;
+and a buffer that DDP broadcasts, made as large as this rank's batch asks.
 
 A recv returns only when the message has come, and a send may wait for its recv as well, which
 depends on the backend and on the message's size. Where the other end is not made, or only after the
