@@ -265,7 +265,7 @@ class Launch:
         self.found.tell_ranks_of_named()
         if self.found.several_hosts:
             self._prints.leave_out_labels()
-        self._gpus.finish()
+        self._gpus.finish(self.ends.is_finished)
         evidence.printed |= self._prints.printed
         self._c10d.finish(evidence, self._by_file)
         self.ends.leave_out_overcome()
