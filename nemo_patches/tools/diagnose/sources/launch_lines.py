@@ -267,6 +267,7 @@ class Launch:
             self._prints.leave_out_labels()
         self._gpus.finish(self.ends.is_finished)
         evidence.printed |= self._prints.printed
+        evidence.ran_out |= self._prints.ran_out
         self._c10d.finish(evidence, self._by_file)
         self.ends.leave_out_overcome()
         not_told = self.found.without_local_ranks()

@@ -222,6 +222,7 @@ class _Reading:
         evidence.begins |= told.begins
         evidence.findings += told.findings
         evidence.printed |= told.printed
+        evidence.ran_out |= told.ran_out
         evidence.cure = found.cure
         # Of all readers
         evidence.rank_of_pid.update(found.rank_of_pid)
