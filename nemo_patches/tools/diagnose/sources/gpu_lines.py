@@ -30,6 +30,7 @@ class GpuLines:
         self._found = found
         # By host or address, and number: the rank, and of how many ranks, 0 if not told
         self._ranks: dict[tuple[str, int], tuple[int, int]] = {}
+        self._processes: list[tuple[int, int, int]] = []  # ids, ranks, of how many
         # Numbers, their hosts or addresses if told, and what is told
         self._failed: list[tuple[int, set[str], str, Line]] = []
         self._gone: set[int] = set()  # numbers of GPUs that are there no more
@@ -43,9 +44,10 @@ class GpuLines:
 
     def take_gpu(self, both: re.Match[str], line: Line) -> None:
         if both["rank"]:
-            self._note(
-                both["of"], int(both["bus"], 16), int(both["rank"]), int(both["size"])
-            )
+            rank, size = int(both["rank"]), int(both["size"])
+            self._note(both["of"], int(both["bus"], 16), rank, size)
+            if len(self._processes) < MOST_KEPT:
+                self._processes.append((int(both["pid"]), rank, size))
             return
         at = both["pci"] or both["handle"]
         domain, bus, device = (int(part, 16) for part in at.split(":")[:3])
@@ -130,6 +132,19 @@ class GpuLines:
         """Call before anything is told of a host or a pod by its name."""
         for host, _, rank in self._of_job():
             self._found.note_names({host: {rank}})
+
+    def name_processes(self) -> None:
+        """Call before anything is told of a process by its id."""
+        job = max((size for *_, size in self._processes), default=0)
+        of_job = {(pid, rank) for pid, rank, size in self._processes if size == job}
+        ranks = [rank for _, rank in of_job]
+        is_more = (
+            max(self._found.ranks(), default=0) >= job or self._found.world_size > job
+        )
+        # Else it is a group's, and several groups have such a rank.
+        if len(set(ranks)) == len(ranks) and not is_more:
+            for pid, rank in of_job:
+                self._found.note_pid(pid, rank)
 
     def _of_job(self) -> list[tuple[str, int, int]]:
         """Hosts, their GPUs' numbers, and the ranks."""

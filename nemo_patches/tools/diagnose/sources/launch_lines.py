@@ -250,6 +250,7 @@ class Launch:
 
     def finish(self, evidence: Evidence) -> None:
         self._stalls.finish()
+        self._gpus.name_processes()
         self.ends.finish()
         self.tracebacks.finish()
         self.found.tell_ranks_of_faults()
