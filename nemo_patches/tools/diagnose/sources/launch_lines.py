@@ -124,6 +124,7 @@ class Launch:
             return
         self._prints.take(line)
         self._c10d.take_step(line)
+        self.ends.take_step(line.text)
         before = len(self.found.facts)
         is_end = self._apply_rows(line)
         self.tracebacks.take(line)

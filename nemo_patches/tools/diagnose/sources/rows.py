@@ -593,7 +593,8 @@ ROWS = (
         "MPI_A",
         r"(?:MPI_ABORT was invoked on rank (?=\d{1,7} in communicator MPI_COMM_WORLD)|"
         r"called MPI_Abort\(MPI_COMM_WORLD, -?\d{1,9}\) - process )(?P<rank>\d{1,7})",
-        reader="abort",
+        FAILED,
+        "it called MPI_Abort, says mpirun",
     ),
     _end(
         "xit Code|exitCode|exit code|exited with code|Exited (",
