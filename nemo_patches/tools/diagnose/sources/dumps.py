@@ -76,7 +76,7 @@ _PREFIX = re.compile(
 _HEADING = re.compile(
     r"(?:[=#*-]{2,}>? ?(?:[\w./ -]{0,80}(?<!node)(?<!local)[/_. -])?"
     r"(?:rank|task|process_index)[ =:_#]{0,2}(\d{1,7})\b|"
-    r"rank[ _]?(\d{1,7}):?\s*$)",
+    r"#? ?rank[ _]?(\d{1,7}):?\s*$)",
     re.IGNORECASE,
 )
 # Likewise "=== worker-3 ===": containers have the same process ids.
@@ -185,15 +185,15 @@ _WATCHS = _Form(
     innermost_last=True,
 )
 _FORMS = (_FAULTHANDLER, _PY_SPY, _GDB, _LOOP, _PYSTACK, _WATCHS)
+_OF_LOGS = (_FAULTHANDLER, _LOOP, _WATCHS)  # that a process writes itself
 
 
 @dataclass
 class Dump:
     """One dump of one process. rank: None if not known. in_name: only its file's name tells it.
     label: which prefix or heading does, as one of several. command: without numbers. title: the
-    number in its process's title. active: ids of
-    threads that run, as py-spy says. lines: by thread, the text of its innermost line, where it is
-    printed.
+    number in its process's title. active: ids of threads that run, as py-spy says. lines: by
+    thread, the text of its innermost line, where it is printed.
     """
 
     rank: int | None
@@ -328,6 +328,7 @@ def _of_text(text: str, name: str) -> list[Dump]:
     dumps: list[Dump] = []
     steps = Steps()  # since the last of them
     named, heading = _rank_in_name(name), None
+    watched: int | None = None  # whose stack of a thread its own watch writes
     writers: dict[tuple[int | None, str], _Writer] = {}
     labels: dict[str, None] = {}
     lines = (
@@ -348,12 +349,15 @@ def _of_text(text: str, name: str) -> list[Dump]:
             headings += 1
             writers.pop((heading, ""), None)
             continue
-        if (found := _WATCHS.thread.match(line)) and found["rank"]:
-            heading = int(found["rank"])
+        if line[:1].strip():  # no frame
+            may_be = "hread" in line and line.rstrip().endswith(":")
+            found = _WATCHS.thread.match(line) if may_be else None
+            watched = int(found["rank"]) if found and found["rank"] else None
         if found := _HOST_HEADING.match(line):
             host = found[1]
             continue
         rank = named if heading is None else heading
+        rank = rank if watched is None else watched
         if prefix := _PREFIX.match(line):
             rank = int(prefix[1] or prefix[2] or prefix[3])
             line = line[prefix.end() :]
@@ -379,7 +383,7 @@ def _of_text(text: str, name: str) -> list[Dump]:
         if dump := writers.setdefault((rank, label), _Writer()).take(line):
             awaits_thread = False
             dump.rank, dump.file = rank, name + label
-            dump.in_name = prefix is None and heading is None
+            dump.in_name = prefix is None and heading is None and watched is None
             dump.local_rank = said_of.local_rank
             if said_of.rank is not None:
                 dump.rank, dump.in_name = said_of.rank, False
@@ -388,7 +392,12 @@ def _of_text(text: str, name: str) -> list[Dump]:
             dump.cite = f"{safe(name, 200)}:{number}"
             dumps.append(dump)
             steps.begin()
-        elif dumps and line[:1].strip() and steps.go_on(line):
+        elif (
+            dumps
+            and dumps[-1].form in _OF_LOGS
+            and line[:1].strip()
+            and steps.go_on(line)
+        ):
             dumps.clear()
             writers.clear()
     return dumps
