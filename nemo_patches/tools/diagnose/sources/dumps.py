@@ -75,7 +75,8 @@ _PREFIX = re.compile(
 # people write between stacks.
 _HEADING = re.compile(
     r"(?:[=#*-]{2,}>? ?(?:[\w./ -]{0,80}(?<!node)(?<!local)[/_. -])?"
-    r"(?:rank|task|process_index)[ =:_#]{0,2}(\d{1,7})\b|"
+    r"(?:rank|process_index|task(?=[ =:_#]{0,2}\d{1,7}\b(?!\s?[:.,-]\s?\w)))"
+    r"[ =:_#]{0,2}(\d{1,7})\b|"
     r"#? ?rank[ _]?(\d{1,7}):?\s*$)",
     re.IGNORECASE,
 )
@@ -95,9 +96,10 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 # A title that a server gives its processes: "sglang::scheduler_TP2", "VLLM::Worker_TP3". Where
-# there is data or pipeline parallelism as well, a number is no rank.
+# there is data or pipeline parallelism as well, the numbers are no ranks.
 _TITLE = re.compile(
-    r"\s(?!\S*(?:DP|PP)_?[1-9])[\w:.-]{0,80}(?:TP|[Rr]ank|[Ww]orker)[_-]?(\d{1,6})(?:_[A-Z]{2}\d+)*$"
+    r"\s(?P<of_group>\S*(?:DP|PP)_?[1-9])?[\w:.-]{0,80}(?:TP|[Rr]ank|[Ww]orker)[_-]?(?P<number>\d{1,6})"
+    r"(?P<of_more>_(?:DP|PP)_?[1-9]\d*)?(?:_[A-Z]{2}\d+)*$"
 )
 # An environment, as /proc has it, and whose
 _ENVIRONMENT = re.compile(r"(?:LOCAL_)?RANK=\d{1,6}\s*$")
@@ -192,8 +194,8 @@ _OF_LOGS = (_FAULTHANDLER, _LOOP, _WATCHS)  # that a process writes itself
 class Dump:
     """One dump of one process. rank: None if not known. in_name: only its file's name tells it.
     label: which prefix or heading does, as one of several. command: without numbers. title: the
-    number in its process's title. active: ids of threads that run, as py-spy says. lines: by
-    thread, the text of its innermost line, where it is printed.
+    number in its process's title, or NOT_TOLD. active: ids of threads that run, as py-spy says.
+    lines: by thread, the text of its innermost line, where it is printed.
     """
 
     rank: int | None
@@ -338,7 +340,8 @@ def _of_text(text: str, name: str) -> list[Dump]:
     )
     host = ""  # by a heading, where that has no rank
     said_of = _Said()  # of the process that comes next, or the present one
-    environment = _Said()  # of the process that comes next
+    environments: dict[int, _Said] = {}  # by process, 0: the next one
+    whose = 0  # the one that is being told
     is_of_next = awaits_thread = False
     headings = 0
     for number, line in lines:
@@ -367,16 +370,18 @@ def _of_text(text: str, name: str) -> list[Dump]:
         line, label = line[len(label) :], label or host
         new = _NEW_PROCESS.match(line)
         is_new = new is not None
-        if of_process := _OF_PROCESS.match(line):
-            environment = _Said(pid=int(of_process[1]), at=number)
+        if "/proc/" in line and (of_process := _OF_PROCESS.match(line)):
+            whose = int(of_process[1])
         elif _ENVIRONMENT.match(line) and not awaits_thread:
-            environment = environment.with_more(_said(line, True), number)
+            before = environments.get(whose, _Said())
+            environments[whose] = before.with_more(_said(line, True), number)
         if new:
-            is_of_it = environment.pid in (0, int(new["pid"]))
-            if is_of_it and environment.tells and number - environment.at <= _NEAR:
-                said_of, is_of_next = environment, True
-            environment = _Said()
-            said_of = said_of if is_of_next else _Said()
+            near = environments.pop(0, None)
+            own = environments.get(int(new["pid"]))
+            if own is None and near and number - near.at <= _NEAR:
+                own = near
+            whose = 0
+            said_of = own or (said_of if is_of_next else _Said())
             is_of_next, awaits_thread = False, True
         if "rank" in line.lower() and (told := _said(line, is_new or awaits_thread)):
             said_of, is_of_next = told, not awaits_thread
@@ -408,18 +413,13 @@ class _Said(NamedTuple):
 
     rank: int | None = None
     local_rank: int | None = None
-    pid: int = 0  # 0: not told
     at: int = 0  # number of the line
-
-    @property
-    def tells(self) -> bool:
-        return self.rank is not None or self.local_rank is not None
 
     def with_more(self, told: _Said | None, at: int) -> _Said:
         told = told or _Said()
         rank = self.rank if told.rank is None else told.rank
         local = self.local_rank if told.local_rank is None else told.local_rank
-        return _Said(rank, local, self.pid, at)
+        return _Said(rank, local, at)
 
 
 def _said(line: str, is_of_process: bool) -> _Said | None:
@@ -463,7 +463,8 @@ class _Writer:
             self.pid, self.dump = int(found["pid"]), None
             self.command = re.sub(r"\d", "", found["command"])
             title = _TITLE.match(found["command"])
-            self.title = int(title[1]) if title else None
+            is_of_group = title and (title["of_group"] or title["of_more"])
+            self.title = NOT_TOLD if is_of_group else title and int(title["number"])
         elif found := _GDB_THREAD.match(line):
             self.tid = found[1]
         else:
@@ -596,7 +597,7 @@ def _name_by_titles(dumps: Sequence[Dump]) -> None:
     by_title: dict[int | None, set[tuple[str, int]]] = defaultdict(set)
     for dump in titled:
         by_title[dump.title].add((dump.file, dump.pid))
-    are_told = any(dump.rank is not None for dump in dumps)
+    are_told = any(dump.rank is not None for dump in dumps) or NOT_TOLD in by_title
     if are_told or any(len(processes) > 1 for processes in by_title.values()):
         return
     for dump in titled:

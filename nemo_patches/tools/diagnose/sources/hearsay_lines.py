@@ -440,16 +440,15 @@ class Steps:
     """Whether the job has gone on since something was told, by the steps that lines tell."""
 
     def __init__(self) -> None:
-        self._seen: list[int] = []
+        self._seen: list[list[int]] = []
 
     def begin(self) -> None:
         self._seen.clear()
 
     def go_on(self, text: str) -> bool:
-        if step := _STEP.search(text):
-            number = int(step[1])
-            if not self._seen or number > self._seen[-1]:
-                self._seen.append(number)
+        numbers = [int(number) for number in _STEP.findall(text)]  # epoch and step
+        if numbers and (not self._seen or numbers > self._seen[-1]):
+            self._seen.append(numbers)
         return len(self._seen) > _MOST_STEPS_AFTER
 
 

@@ -135,7 +135,7 @@ class Launch:
 
     def _of_object(self, line: Line) -> Line:
         """With the name that stands above what is told of it."""
-        name = _DESCRIBED.match(line.text)
+        name = _DESCRIBED.match(line.text) if "kubectl" in line.text else None
         if _NAMESPACE.match(line.text):
             name = _NAMED.match(self._text_before)
         if name and name[1] != self._object:

@@ -151,12 +151,15 @@ class LauncherLines:
         self._succeeded[line.file] = line.number
 
     def leave_out_overcome(self) -> None:
-        """Of what is told before its launcher tells that the whole job has ended well."""
-        if not self._succeeded:
-            return
+        """Leave out what is told before its launcher tells that the whole job has ended well, and
+        threads that ended after training had.
+        """
+        done = self._finished
 
         def is_overcome(fact: Fact) -> bool:
             file, _, number = fact.cite.rpartition(":")
+            if done and fact.condition_kind == conditions.THREAD and file == done.file:
+                return int(number) > done.number
             is_end = bool(fact.condition_kind) or fact.entry is not None
             return is_end and int(number) < self._succeeded.get(file, 0)
 

@@ -471,10 +471,10 @@ ROWS = (
         reader="finished",
     ),
     _row(  # what launchers write of the whole job
-        "succeeded|successfully|cleanly|normally|code 0|status 0",
+        "succeeded|successfully|code 0|status 0",
         r"\bJob '\S{1,80}' succeeded|\b[Aa]ll (?:\d{1,7} )?"
         r"(?:workers|processes|ranks|tasks|trainers) (?:have |has )?(?:succeeded|"
-        r"(?:exited|finished|completed|ended|done|terminated) (?:successfully|cleanly|normally|"
+        r"(?:exited|finished|completed|ended|done|terminated) (?:successfully|"
         r"with (?:an? )?(?:exit )?(?:code|status) 0)\b)",
         reader="succeeded",
     ),
