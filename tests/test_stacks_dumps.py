@@ -31,6 +31,7 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
 from nemo_patches.tools.diagnose.collect.samples import Frame, py_spy
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.rank_facts import (
+    NOT_TOLD,
     Condition,
     Evidence,
     Fact,
@@ -320,12 +321,12 @@ def test_a_traceback_behind_a_stack_is_none_of_its_frames(tmp_path: Path) -> Non
         ("3.json", 3),
         ("spy-7.txt", 7),
         ("5/stderr.log", 5),
-        ("slurm-4711.out", 0),
-        ("node12.txt", 0),
+        ("slurm-4711.out", NOT_TOLD),
+        ("node12.txt", NOT_TOLD),
     ],
 )
 def test_the_rank_by_a_files_name(name: str, rank: int, tmp_path: Path) -> None:
-    """0: it tells none, and so it is numbered."""
+    """Of one that tells none, the only stack is no rank 0's."""
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_text(GDB[GDB.index("Thread 1") :])

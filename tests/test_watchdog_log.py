@@ -158,6 +158,8 @@ def test_a_log(name: str, tmp_path: Path) -> None:
 WITH_NOTHING_AFTER = {
     "how Slurm ends a job: requeued",
     "a requeued job is judged by its last attempt",
+    "a preempted job has been started again: sacct's last rows say that it is completed",
+    "another file lies beside the log of a preempted job that has gone on",
 }
 LABELS = ("", "3: ", "node-3: ", "(WorkerDict pid=123, ip=10.0.0.1) ")
 # A label of srun's names the rank of these; wrapped lines have none.
@@ -1063,6 +1065,13 @@ def test_what_is_a_log() -> None:
 
 # A line that each row of the table reads.
 EXAMPLES = (
+    "1: The node 'n2_715_0' attempts to join the next round of the rendezvous 'j1'.",
+    "2: pyxis: importing docker image: registry/train:1",
+    "Rank 0                     Rank 1",
+    "all_reduce(state=started)  all_reduce(state=started)",
+    "[pid 88130] --- stopped by SIGSTOP ---",
+    "88130 LOCAL_RANK=5 RANK=5",
+    "77.batch      COMPLETED      0:0",
     "[rank1]: prefetch thread died: KeyError('text')",
     "rank 1: exception in prefetch thread: KeyError: 'text'",
     "EI0002: [Rank 1] The wait execution of the Notify register times out.",

@@ -64,6 +64,7 @@ TIME_LIMIT = "the time limit"  # how the text of a TERMINATED by the scheduler b
 PREEMPTED = "preemption"  # likewise
 REQUEUED = "a requeue"  # likewise
 FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins
+OF_KERNEL = "the kernel: "  # how the text begins of what the kernel tells
 UNTOLD = "by Ray, which does not tell how"  # likewise of a DIED
 STALL_EXIT = "stall_exit"  # the text of a TERMINATED that ended itself so
 

@@ -436,7 +436,13 @@ def _nobody_waits(
         return [sentences.no_rank_moves(stuck, hearing)]
     if looked_at:
         return [sentences.so_far(verdicts.in_no_collective(looked_at))]
-    return []
+    # The others' may be busy in a collective, where nothing shows them elsewhere.
+    idle = [one for one in placed if one.rank in hearing.evidence.idle]
+    idle = idle if len(idle) == len(placed) else []
+    return [
+        sentences.idles(one, hearing.evidence.idle[idle[0].rank])
+        for one in all_absent(idle, None)
+    ]
 
 
 def _aged(

@@ -167,8 +167,10 @@ class Evidence:
     was recognised. other_jobs: by name, the facts of stacks of other jobs, which are judged apart.
     past: why this is no present hang; empty: it may be one. files: by reader, those that it is
     from. printed: by rank, a line of its own, quoted; ran_out: likewise, that it has no more
-    batches. is_numbered: nothing tells the stacks' ranks.
+    batches; alone: likewise, lines that no other has printed. is_numbered: nothing tells the
+    stacks' ranks.
     cure: what the running job's own line says of uneven batches. rank_of_pid: as logs tell it.
+    idle: by rank, that its GPU alone idles.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -189,6 +191,8 @@ class Evidence:
     files: dict[str, list[Path]] = field(default_factory=dict)
     printed: dict[int, str] = field(default_factory=dict)
     ran_out: dict[int, str] = field(default_factory=dict)
+    alone: dict[int, str] = field(default_factory=dict)
     is_numbered: bool = False
     cure: str = ""
     rank_of_pid: dict[int, int] = field(default_factory=dict)
+    idle: dict[int, str] = field(default_factory=dict)

@@ -238,7 +238,8 @@ def by_number(
     out, printed = _that_ran_out(by_title, hearing)
     if one.id == entries.OUT_OF_STEP:
         places = {fact.rank: hearing[fact.rank].place for fact in there}
-        found = out_of_step(by_title, places, evidence)
+        alone = hearing.evidence.alone
+        found = out_of_step(by_title, places, evidence, alone=alone)
         return [replace(found, ranks=out, text=f"{found.text}{printed}")]
     kind, step = one.id, ""
     if one.id == entries.SIZES:
@@ -502,6 +503,12 @@ def so_far(text: str) -> Finding:
     return finding(ids.TOO_EARLY, f"So far no hang: {text}. Look again if it lasts.")
 
 
+def idles(found: Finding, told: str) -> Finding:
+    """Whose GPU does nothing, where the others' may wait for it."""
+    text = f"{found.text[:-1]}; {told}."
+    return replace(found, text=at_the_moment(text))
+
+
 def at_the_moment(text: str) -> str:
     said, _, more = text.rstrip(".").partition(". ")
     return (
@@ -754,6 +761,8 @@ def by_words(kind: str, facts: Sequence[Fact], hearing: Hearing) -> Finding:
         if first.condition_kind == conditions.TOLD_APART:
             how = f"{is_(of_first)} behind all others, or held up"
             text = text.replace("a line", "a table", 1).replace('"', "")
+            if first.condition_text.startswith(conditions.OF_KERNEL):
+                text = f"by {first.condition_text} [{first.cite}]."
         text = f"{who(of_first)} {how}, {text}"
     found = finding(kind, text, of_first, of=hearing[first.rank])
     return replace(found, severity=WARNING)

@@ -323,9 +323,11 @@ def out_of_step(
     kind: str = ids.OUT_OF_STEP,
     out: Collection[int] = (),
     cure: str = "",
+    alone: Mapping[int, str] | None = None,
 ) -> Finding:
     """places: by rank. why, kind: the explanation, if any, and its id. out: the ranks that are out
     of a loop in which the others are. cure: what the running job has said of uneven batches.
+    alone: by rank, what no other rank has printed.
     """
     few, *_, most = by_title.values()
     told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in by_title.items())
@@ -347,6 +349,8 @@ def out_of_step(
         ]
         step += f" {capital(cure or remedy(told_of))}."
     text = f"{told}: different collectives, {so}."
+    if len(few) == 1 < len(most) and (printed := (alone or {}).get(few[0])):
+        text += f" {capital(named(few))} alone printed {printed}."
     return finding(kind, text, evidence=evidence, next_step=step)
 
 
@@ -488,7 +492,10 @@ def where(place: Place, waits: str) -> str:
     if is_guess(place.collective):
         return f"{waits}, perhaps for {place.wait.removeprefix(PERHAPS)}"
     if place.collective:
-        return f"{waits} in {place.wait}"
+        _, *own = place.where.split(" < ")  # of which the caller may be a library's
+        is_caller = not own or own[0].rpartition(" (")[2] in place.caller
+        way = "" if is_caller or not place.caller else f" < {own[0]}"
+        return f"{waits} in {place.wait}{way}"
     return f"in {place.where}" if place.where else "where is not known"
 
 

@@ -32,10 +32,17 @@ from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.rows import FINGERPRINT, Row
 
 _MOST_FRAMES = 64  # of a failed collective's stack
+_MOST_ROWS = 1 << 14  # of a recorder's table
 _MOST_APART = 200  # collectives between a group's ranks: what is enqueued is bounded
 # The group of fingerprints, which have numbers of their own
 _CHECKED = "collectives checked by torch"
 
+# Likewise of the rows of fr_trace's table
+_RECORDED = "fr_trace's table"
+_CELL = re.compile(
+    r"(?P<kind>(?!send|recv|\w+:send|\w+:recv)[\w.:]{1,80})\("
+    r"(?:input_sizes=(?P<size>\[[^()]{0,200}\]), )?.{0,200}?\bstate=(?P<state>\w{1,20})\)"
+)
 _ANY_SIZE = re.compile("GATHER|SCATTER|ALLTOALL|COALESCED")
 _DEFAULT_BARRIERS = (":1", ":0", ":default_pg")
 _DEFAULT_KEY = re.compile(r"keys?: ?/?default_pg/0/(?:/?cuda/)?/?0\b")
@@ -54,6 +61,61 @@ class _Barrier:
     came: int
     line: Line
     waiting: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _RecorderTable:
+    """What each rank has recorded, in its order. starts: of the columns; at: the last line."""
+
+    ranks: list[int]
+    starts: list[int]
+    at: int
+    rows: list[tuple[list[re.Match[str] | None], Line]] = field(default_factory=list)
+    is_damaged: bool = False
+
+    def take(self, line: Line) -> None:
+        ends = [*self.starts[1:], len(line.text)]
+        texts = [
+            line.text[begin:end].strip()
+            for begin, end in zip(self.starts, ends, strict=True)
+        ]
+        cells = [_CELL.fullmatch(text) for text in texts]
+        self.is_damaged |= any(
+            text and not cell for text, cell in zip(texts, cells, strict=True)
+        )
+        self.at = line.number
+        self.rows.append((cells, line))
+
+    def entries(self) -> list[_TimedOut]:
+        """From the last row on that all have completed. None where the rows are not alike up to
+        there: the ranks' records begin at different collectives.
+        """
+        open_at = next(
+            (
+                number
+                for number, (cells, _) in enumerate(self.rows)
+                if not all(cell and cell["state"] == "completed" for cell in cells)
+            ),
+            len(self.rows),
+        )
+        for cells, _ in self.rows[:open_at]:
+            if len({(one["kind"], one["size"]) for one in cells if one}) > 1:
+                return []
+        begin = max(open_at - 1, 0)
+        return [
+            (_recorded(rank, number, cell), line)
+            for number, (cells, line) in enumerate(
+                self.rows[begin : begin + _MOST_APART], begin
+            )
+            for rank, cell in zip(self.ranks, cells, strict=True)
+            if cell
+        ]
+
+
+def _recorded(rank: int, number: int, cell: re.Match[str]) -> Entry:
+    done = cell["state"] == "completed"
+    kind, size = safe(cell["kind"]), safe(cell["size"] or "")
+    return Entry(rank, _RECORDED, number, kind, size, done, completed=done)
 
 
 class C10dLines:
@@ -81,6 +143,7 @@ class C10dLines:
         self._stack_of: Line | None = None  # whose stack is being written
         self._stack: list[tuple[str, str, str]] = []
         self._last_frame = 0  # number of its line
+        self._recorded: _RecorderTable | None = None  # fr_trace's last
 
     def _waited(
         self, rank: int, text: str, line: Line, own: bool = True, where: str = ""
@@ -98,6 +161,24 @@ class C10dLines:
             self._missing = set(missing)
         for rank in {*ranks_in(told.get("joined", ""))} - self._missing:
             self._joined.setdefault(rank, line)
+
+    def take_recorder_head(self, found: re.Match[str], line: Line) -> None:
+        heads = [*re.finditer(r"Rank (\d+)", line.text)][:MOST_KEPT]
+        ranks, starts = [int(one[1]) for one in heads], [one.start() for one in heads]
+        if len(set(ranks)) == len(ranks):
+            self._recorded = _RecorderTable(ranks, starts, line.number + 1)
+
+    def take_recorder_row(self, found: re.Match[str], line: Line) -> None:
+        table = self._recorded
+        if table and line.number == table.at + 1 and len(table.rows) < _MOST_ROWS:
+            table.take(line)
+
+    def _finish_recorded(self, evidence: Evidence) -> None:
+        table = self._recorded
+        told = table.entries() if table and not table.is_damaged else []
+        for entry, line in told:
+            self._found.add(entry.rank, entry, line, own=False)
+            evidence.begins[_RECORDED, entry.rank] = told[0][0].number
 
     def take_step(self, line: Line) -> None:
         """All ranks that a report is about go on after it: they came late, and nobody is missing.
@@ -275,6 +356,7 @@ class C10dLines:
         if conditions.WAITED in self._found.kinds:
             for entry, line in self._of_paddle.values():
                 self._found.add(entry.rank, entry, line)
+        self._finish_recorded(evidence)
         timeouts = [
             (one._replace(group=self._group(one)), line)
             for one, line in self._comparable()

@@ -1,6 +1,6 @@
 """Stacks that somebody has made by hand.
 
-py-spy dump (text, JSON, --native), pystack, gdb's py-bt, faulthandler in logs, the files of
+py-spy dump (text, JSON, --native), pystack, gdb's py-bt and bt, faulthandler in logs, the files of
 torch.distributed.debug, and what a well-known loop over sys._current_frames() prints.
 
 The rank comes from what stands beside the process or in its command (# rank 3, RANK=3), a
@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import NamedTuple
 
 from nemo_patches.judging.kinds import is_guess
@@ -40,6 +41,7 @@ from nemo_patches.tools.diagnose.sources.lines import (
     said,
 )
 from nemo_patches.tools.diagnose.thread_places import (
+    is_native,
     is_users,
     of_autograd,
     place,
@@ -52,6 +54,7 @@ _LONGEST_LINE = 2000  # characters
 _MOST_FRAMES, _MOST_THREADS = 300, 200
 _MOST_RANK = 1 << 20
 MOST_DETAILS = 4
+_MOST_NATIVE = 3  # innermost frames of C that are shown
 RUNS = "it runs"
 # With the word it is a rank; a bare number, without a zero before it, may be one.
 _RANK_IN_NAME = re.compile(
@@ -86,7 +89,7 @@ _HOST_HEADING = re.compile(
     re.IGNORECASE,
 )
 _NEW_PROCESS = re.compile(
-    r"(?:Process |.{0,200}\bgdb\b.{0,80}? (?:-p|--pid)[ =]|Attaching to process )"
+    r"(?:Process |.{0,200}\b(?:gdb\b.{0,80}? (?:-p|--pid)[ =]|[pg]stack )|Attaching to process )"
     r"(?P<pid>\d{1,10})\b:?(?P<command>.*)"
 )
 # "Process 4414: python train.py (rank 3)", "$ py-spy dump --pid 4414  # local rank 3"
@@ -106,13 +109,14 @@ _ENVIRONMENT = re.compile(r"(?:LOCAL_)?RANK=\d{1,6}\s*$")
 _OF_PROCESS = re.compile(r".{0,200}/proc/(\d{1,10})/environ\b")
 _NEAR = 16  # lines between it and its process
 _GDB_THREAD = re.compile(r"Thread \d+ \(Thread 0x[0-9a-f]+ \(LWP (\d{1,10})\)")
-_HEADS = ("Process", "hread", "Traceback", "gdb", "Attaching")
+_HEADS = ("Process", "hread", "Traceback", "gdb", "stack ", "Attaching")
 _MARK = re.compile(
     rb"Process \d{1,10}: |Thread (?:0x)?[0-9a-fA-F]{1,16} \((?:active|idle)|=== Rank \d|"
     rb"Traceback for thread \d|most recent call first\)|"
     rb"[Tt]hread [^\n]{1,120}(?:stack(?: ?trace)?|traceback):[ \t\r]*$|"
     rb"(?:[Ss]tack(?: ?trace)?|[Tt]raceback) (?:of|for) (?:the )?[Tt]hread [^\n]{1,120}:[ \t\r]*$|"
-    rb"^[ \t]{0,8}File: \"[^\"\n]{1,500}\", line \d",
+    rb"^[ \t]{0,8}File: \"[^\"\n]{1,500}\", line \d|"
+    rb"^#0 +(?:0x[0-9a-f]{4,16} in )?[\w:~<>@?]{1,200} ?\(",
     re.MULTILINE,
 )
 # Processes that are no ranks, by the files of their frames: launchers, and multiprocessing's own.
@@ -175,6 +179,20 @@ _PYSTACK = _Form(
     innermost_last=True,
     main_last=True,
 )
+# gdb's bt: frames of C, in some of which gdb sees Python's
+_GDB_NATIVE = _Form(re.compile("(?!)"), main_last=True)
+_GDB_FRAME = re.compile(
+    r"#(?P<number>\d{1,3})\s+(?:0x[0-9a-f]+ in )?(?P<name>\S{1,200}?) ?\(.*\)"
+    r"(?: at (?P<at>\S{1,500})| from (?P<library>\S{1,500}))?\s*$"
+)
+_GDB_PYTHON = re.compile(
+    r"\bFrame 0x[0-9a-f]+, for file (?P<file>[^,]{1,500}), line (?P<line>\d{1,9}),"
+    r" in (?P<name>\S{1,200}) \("
+)
+_OF_PYTHON = re.compile(
+    r"_?Py[A-Z_]\w*$|.*[ /](?:Python|Objects|Modules|Programs)/\w+\.c:\d"
+)
+_OF_A_CRASH = re.compile(r"(?:__GI_)?(?:raise|abort)$|<signal$|__pthread_kill")
 # What a job's own watch over hangs writes of each thread, as a logger's lines have its rank
 _WATCHS = _Form(
     re.compile(
@@ -222,6 +240,15 @@ class Dump:
         frames = self.main.frames
         return not self.is_worker and not any(
             _NO_RANKS.search(frame.file) for frame in frames
+        )
+
+    @property
+    def is_of_a_crash(self) -> bool:
+        """A backtrace that gdb made of a process that was at its end."""
+        of_all = (frame for one in self.threads for frame in one.frames)
+        return self.form == _GDB_NATIVE and (
+            not (self.pid or self.main.tid)
+            or any(_OF_A_CRASH.match(frame.name) for frame in of_all)
         )
 
     @property
@@ -454,6 +481,8 @@ class _Writer:
             if self.is_in_stack and self.dump is not None:
                 _take_frame(self.dump, line)
             return None
+        if line[0] == "#" and (found := _GDB_FRAME.match(line)):
+            return self._take_of_gdb(found)
         self.is_in_stack = (
             False  # after a dump, a traceback has lines as faulthandler's
         )
@@ -473,9 +502,25 @@ class _Writer:
                     return self._begin(form, found.groupdict(""))
         return None
 
+    def _take_of_gdb(self, found: re.Match[str]) -> Dump | None:
+        begun = None
+        if found["number"] == "0":
+            begun = self._begin(_GDB_NATIVE, {})
+        if self.dump and self.is_in_stack and self.dump.form == _GDB_NATIVE:
+            if python := _GDB_PYTHON.search(found[0]):
+                frame = Frame(python["name"], python["file"], int(python["line"]))
+            elif _OF_PYTHON.match(f"{found['name']} {found['at'] or ''}"):
+                return begun
+            else:
+                frame = Frame(found["name"], found["library"] or "", 0)
+            _add_frame(self.dump, frame)
+        return begun
+
     def _begin(self, form: _Form, told: dict[str, str]) -> Dump | None:
         self.is_in_stack = True
-        self.pid = int(told.get("pid") or self.pid)
+        is_main = told.get("name") == MAIN_THREAD and told["tid"].isdecimal()
+        # Of a text without its head: a main thread has its process's id.
+        self.pid = int(told.get("pid") or self.pid or (told["tid"] if is_main else 0))
         tid, self.tid = told.get("tid") or self.tid, ""
         name = (told.get("one") or told.get("other", "")).strip("'\"")
         thread = Thread(
@@ -508,11 +553,16 @@ def _take_frame(dump: Dump, line: str) -> None:
         if line.strip() and (len(thread.frames) == 1 or form.innermost_last):
             dump.lines[_key(thread)] = line.strip()
         return
+    number = found["line"] or ""
+    _add_frame(
+        dump,
+        Frame(found["name"], found["file"], int(number) if number.isdecimal() else 0),
+    )
+
+
+def _add_frame(dump: Dump, frame: Frame) -> None:
+    thread, form = dump.threads[-1], dump.form
     if len(thread.frames) < _MOST_FRAMES:
-        number = found["line"] or ""
-        frame = Frame(
-            found["name"], found["file"], int(number) if number.isdecimal() else 0
-        )
         frames = (
             (frame, *thread.frames) if form.innermost_last else (*thread.frames, frame)
         )
@@ -525,12 +575,18 @@ def facts_of(dumps: Iterable[Dump], evidence: Evidence) -> list[Fact]:
     """The facts of each rank's last dump, and whether it moved since the first one of the same
     process.
     """
-    dumps = [dump for dump in dumps if any(one.frames for one in dump.threads)]
+    dumps = [
+        dump
+        for dump in dumps
+        if any(one.frames for one in dump.threads) and not dump.is_of_a_crash
+    ]
     workers = [dump for dump in dumps if dump.is_worker]
     ranks = [dump for dump in dumps if dump.is_rank] or dumps
     _take_back_names(ranks)
     _take_back_labels(ranks)
     for dump in ranks:
+        if dump.form == _GDB_NATIVE:  # pstack's, which writes the main thread last
+            dump.pid = dump.pid or dump.main.tid
         told = evidence.rank_of_pid.get(dump.pid, NOT_TOLD)
         if dump.rank is None and told != NOT_TOLD:
             dump.rank = told
@@ -621,6 +677,11 @@ def _numbered(dumps: Sequence[Dump], evidence: Evidence) -> dict[int, list[Dump]
     }
     if None not in by_local_rank and len(by_local_rank) == len(by_process):
         return {rank or 0: of_process for rank, of_process in by_local_rank.items()}
+    if len(by_process) == 1:
+        evidence.problems.append(
+            f"{dumps[0].cite}: nothing tells the rank of its stack"
+        )
+        return {NOT_TOLD: [*dumps]}
     evidence.problems.append(
         "no file name or line tells a rank: they are numbered in the order of the files"
     )
@@ -633,7 +694,9 @@ def _worker_of(dump: Dump, workers: Sequence[Dump]) -> str:
     for worker in workers:
         frames = own_frames(worker.main.frames)
         if worker.file == dump.file and not waits_for_work(frames):
-            return f"a worker (pid {worker.pid}) is in {place(frames).where}"
+            native = [frame.name for frame in takewhile(is_native, frames)]
+            inner = "".join(f"{name} < " for name in native[:_MOST_NATIVE])
+            return f"a worker (pid {worker.pid}) is in {inner}{place(frames).where}"
     return ""
 
 

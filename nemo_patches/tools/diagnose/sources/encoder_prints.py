@@ -6,7 +6,7 @@ They are guesses, and accuse nobody.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -32,6 +32,7 @@ _AT_THE_END = re.compile(
     r"(?!.*(?i:rank)\W{0,2}\d+\b.+\d$).*(?<!for )(?<!rom )(?<! to )(?<! of )(?<!ith )"
     r"\b(?i:rank|device|gpu|worker)[ =:#_-]{0,2}(\d{1,6})$"
 )
+_OF_TORCH = re.compile("rror|ProcessGroupNCCL|frame #")
 _NUMBERS = re.compile(r"\d+(?:\.\d+)?")
 _CLOCK = re.compile(r"\b(\d\d):(\d\d):(\d\d)\b")
 _SILENCE_S, _MOST_SILENCE_S = 60, 43_200
@@ -78,6 +79,7 @@ WORDS_OF_AN_END = (
     *(" ended", "end of "),
 )
 _TYPED = ("$ ", "# ", "+ ")  # how a command begins, which no rank printed
+_MOST_LINES, _MOST_ALONE = 8, 3  # of a rank: its last, and of these that are shown
 _MOST_AFTER = 4  # lines of a rank that has run out: where it waits
 # One of these is in each line that begins such prints.
 WORDS = ("ncoder", "reduce", "gather", "arrier")
@@ -181,12 +183,18 @@ class EncoderPrints:
         self._after: Counter[int] = Counter()  # lines of these since
         # How often each rank printed lines that are alike but for their numbers
         self._alike: dict[str, Counter[int]] = defaultdict(Counter)
+        # By rank, its last lines with what they have in common with others'
+        self._lines: dict[int, deque[tuple[str, Line]]] = defaultdict(
+            lambda: deque(maxlen=_MOST_LINES)
+        )
         self._at_s = 0  # when the last line was written, by the time of the day in it
         self._is_silent = False  # a pause followed the ranks' prints
         self._steps = Steps()  # since then
 
-    def take(self, line: Line) -> None:
+    def take(self, line: Line, in_traceback: bool = False) -> None:
         rank, text = line.rank, line.text
+        if in_traceback:
+            return
         own = _OWN.match(text) or (text[-1:].isdecimal() and _AT_THE_END.match(text))
         own = None if text.startswith(_TYPED) else own
         if line.has_prefix or own:
@@ -224,11 +232,13 @@ class EncoderPrints:
 
     def _see(self, rank: int, line: Line) -> None:
         is_known = rank in self._seen or len(self._seen) < MOST_KEPT
-        if not is_known or "rror" in line.text:
+        if not is_known or _OF_TORCH.search(line.text):
             return
         self._seen[rank] = line
         if len(self._alike) < MOST_KEPT:
-            self._alike[_shape(line)][rank] += 1
+            shape = _shape(line)
+            self._alike[shape][rank] += 1
+            self._lines[rank].append((shape, line))
         self._pauses(line.text)
         self._is_silent = False
         self._steps.begin()
@@ -279,6 +289,11 @@ class EncoderPrints:
         return self._of.setdefault(_name(what), _Prints(_name(what)))
 
     @property
+    def seen(self) -> Mapping[int, Line]:
+        """By rank, its last line that was read."""
+        return self._seen
+
+    @property
     def printed(self) -> dict[int, str]:
         """By rank, its last line that was read, quoted."""
         return {rank: _quoted(line) for rank, line in self._seen.items()}
@@ -287,6 +302,16 @@ class EncoderPrints:
     def ran_out(self) -> dict[int, str]:
         """By rank, its line that says that it has no more batches, quoted."""
         return {rank: _quoted(line) for rank, line in self._ran_out.items()}
+
+    @property
+    def alone(self) -> dict[int, str]:
+        """By rank, what no other rank has printed, quoted. Rank 0 writes many a log by itself."""
+        return {
+            rank: ", ".join(_quoted(line) for line in told[-_MOST_ALONE:])
+            for rank, lines in self._lines.items()
+            if rank
+            and (told := [x for shape, x in lines if len(self._alike[shape]) == 1])
+        }
 
     def finding(self) -> Finding | None:
         """Of batches that ended on some ranks, else of a call, the encoder's first."""

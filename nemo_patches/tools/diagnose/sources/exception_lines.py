@@ -212,6 +212,11 @@ class ExceptionLines:
         """Whether lines of one may follow, with a rank's prefix or without."""
         return any(one.in_traceback or one.is_open for one in self._writing.values())
 
+    @property
+    def count(self) -> int:
+        """Of those that are not told so far: more lines of them may come."""
+        return len(self._writing) + len(self._stray)
+
     def take(self, line: Line) -> None:
         prefix = _PREFIX.search(line.text) if "[rank" in line.text else None
         if prefix is not None:

@@ -586,7 +586,7 @@ class HearsayLines:
     def is_there(self, *ranks: int) -> None:
         """Said to be absent, and heard of after that."""
         for rank in ranks:
-            for kind in (TOLD_ABSENT, TOLD_APART):
+            for kind in (TOLD_ABSENT, TOLD_APART, conditions.STOPPED):
                 told = self._told.get((rank, kind))
                 if told is not None and told.line.file == self._file:
                     del self._told[rank, kind]
@@ -612,6 +612,8 @@ class HearsayLines:
             if told.needs == A_NAME and not named:
                 condition = Condition(conditions.HINT, text)
             after = self._after.get(told.line.file)
+            if told.kind == conditions.STOPPED:  # by the kernel
+                after = None
             if not has_ended and after and after.leaves_in_doubt(told.at):
                 quoted = f'the log goes on after "{text}"'
                 condition = Condition(conditions.HINT, quoted)

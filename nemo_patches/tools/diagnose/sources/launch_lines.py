@@ -19,7 +19,9 @@ from nemo_patches.tools.diagnose.sources.hearsay_lines import (
 from nemo_patches.tools.diagnose.sources.launcher_lines import LauncherLines
 from nemo_patches.tools.diagnose.sources.lines import (
     ANY_DIGIT,
+    LOCAL_RANK_OF_COMMAND,
     MOST_KEPT,
+    RANK_OF_COMMAND,
     WRITER,
     Line,
     ranks_in,
@@ -32,6 +34,7 @@ from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
 _MOST_SHAPES = 1 << 9  # of lines
+_FEW_LINES = 4  # of a process's variables
 # Of Kubernetes' objects, whose namespace stands beneath their name
 _NAMED = re.compile(r"\s*['\"]?[Nn]ame['\"]?: +['\"]?([a-z][\w.-]{0,200})")
 _NAMESPACE = re.compile(r"\s*['\"]?[Nn]amespace['\"]?: ")
@@ -54,6 +57,7 @@ _IP = re.compile(r"\bip=([\d.]{7,15})\b")
 # A message of torch_npu's: only its first line has the rank before it
 _OF_NPU = re.compile(r"ERR\d{5} ")
 _MORE_OF_NPU = re.compile(r"E[A-Z]\w{4}: |\t| {8}")
+_RANK = re.compile(r"(?<!\w)RANK=(\d{1,6})\b")  # of an environment
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
 
@@ -85,6 +89,7 @@ class Launch:
         self._of_npu = NOT_TOLD  # whose message torch_npu is writing
         self._first: Line | None = None
         self._last: Line | None = None
+        self._pid, self._pid_at = 0, 0  # of which variables may follow, and its line
         self._rows = [(row, self._reader_of(row)) for row in ROWS]
 
     def _reader_of(self, row: Row) -> Callable[[re.Match[str], Line], None]:
@@ -101,6 +106,10 @@ class Launch:
             return True
         is_from_outside = self.found.kinds <= {conditions.TERMINATED, conditions.HINT}
         return is_from_outside and self._last.number - self._first.number < few
+
+    @property
+    def has_trouble(self) -> bool:
+        return bool(self.tracebacks.count or self.found.kinds - {conditions.HINT})
 
     def begin_file(self) -> None:
         self.found.is_over = False
@@ -122,7 +131,8 @@ class Launch:
         text_before, self._text_before = self._text_before, line.text
         if is_no_event(line.text, text_before):
             return
-        self._prints.take(line)
+        is_in_traceback = self.tracebacks.goes_on or "Traceback (most" in line.text
+        self._prints.take(line, is_in_traceback)
         self._c10d.take_step(line)
         self.ends.take_step(line.text)
         before = len(self.found.facts)
@@ -249,12 +259,29 @@ class Launch:
             self.found.note_names({one: {int(rank)} for one in addresses})
         self.found.has_size(both[9] or 0)
 
+    def take_environment(self, found: re.Match[str], line: Line) -> None:
+        if found["next"]:
+            self._pid, self._pid_at = int(found["next"]), line.number
+            return
+        is_near = line.number - self._pid_at < _FEW_LINES
+        pid = int(found["pid"] or (self._pid if is_near else 0))
+        local = LOCAL_RANK_OF_COMMAND.search(line.text)
+        # What Slurm has started may be torchrun, of several ranks.
+        of_all = None if local else RANK_OF_COMMAND.search(line.text)
+        rank = _RANK.search(line.text) or of_all
+        if pid and rank:
+            self.found.note_pid(pid, int(rank[1]))
+            self.found.has_size(int(rank[1]) + 1)
+        elif pid and local and len(self.found.listed) < MOST_KEPT:
+            self.found.listed[pid] = int(local[1])
+
     def finish(self, evidence: Evidence) -> None:
         self._stalls.finish()
         self._gpus.name_processes()
         self.ends.finish()
         self.tracebacks.finish()
         self.found.tell_ranks_of_faults()
+        self.found.tell_ranks_of_blocked(self._prints.seen)
         self._ras.finish()
         self._gpus.name_hosts()
         self._name_pods()
@@ -270,6 +297,7 @@ class Launch:
         self._gpus.finish(self.ends.is_finished)
         evidence.printed |= self._prints.printed
         evidence.ran_out |= self._prints.ran_out
+        evidence.alone |= self._prints.alone
         self._c10d.finish(evidence, self._by_file)
         self.ends.leave_out_overcome()
         not_told = self.found.without_local_ranks()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import calendar
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.rank_end import STALL_EXIT
@@ -58,6 +58,50 @@ _RAY_LINES = 16  # in which the process id and the reason of a death follow
 _PATIENCE_S = 5.0
 
 
+@dataclass
+class _Meeting:
+    """The rendezvous of torchrun's agents, one a node. least: how many must come; names: of the
+    job's nodes; came: by name, srun's task or NOT_TOLD; containers: by task, what was last told of
+    its one; over: a line that says that one waited in vain.
+    """
+
+    least: int = 0
+    names: list[str] = field(default_factory=list)
+    came: dict[str, int] = field(default_factory=dict)
+    containers: dict[int, Line] = field(default_factory=dict)
+    over: Line | None = None
+
+    def text(self) -> str:
+        """Empty where all have come, or how many must is not told."""
+        came = sorted(self.came)
+        if not 0 < len(came) < self.least:
+            return ""
+        text = f"{conditions.AT_START}: {len(came)} of {self.least} nodes had come to torchrun's "
+        text += f"rendezvous ({shown(', '.join(came))})"
+        short = {name.partition(".")[0] for name in came}
+        nodes = [one for one in self.names if one not in short]
+        if len(self.names) == self.least and len(nodes) == self.least - len(came):
+            text += f", and {shown(', '.join(nodes))} had not"
+        tasks = sorted(set(range(self.least)) - {*self.came.values()})
+        if len(tasks) == self.least - len(came):
+            text += f"; srun's {'task' if len(tasks) == 1 else 'tasks'} "
+            text += f"{', '.join(map(str, tasks))} did not come"
+            for line in filter(None, map(self.containers.get, tasks[:1])):
+                text += f', and told last "{shown(line.text)}" [{line.cite}]'
+        return text
+
+
+def _names_in(hosts: str) -> list[str]:
+    """ "n1-[031-032,047]" as Slurm writes it; at most MOST_KEPT."""
+    before, _, numbers = hosts.rpartition("[")
+    before = before.rpartition(",")[2]
+    names: list[str] = []
+    for first, last in re.findall(r"(\d{1,7})(?:-(\d{1,7}))?", numbers):
+        count = min(int(last or first) - int(first) + 1, MOST_KEPT)
+        names += [f"{before}{int(first) + one:0{len(first)}}" for one in range(count)]
+    return names[:MOST_KEPT]
+
+
 class LauncherLines:
     """One launch's lines. Each node's torchrun writes its own table, with the first failure
     last.
@@ -101,6 +145,8 @@ class LauncherLines:
         self._finished: Line | None = None
         # By file, the number of the line that tells so of the whole job
         self._succeeded: dict[str, int] = {}
+        self._meeting = _Meeting()
+        self._states: dict[str, str] = {}  # by id, of jobs and steps: sacct's last
 
     @property
     def is_finished(self) -> bool:
@@ -116,6 +162,15 @@ class LauncherLines:
     def is_requeued(self) -> bool:
         """Whether Slurm has ended all of it, to start it again."""
         return self._is_requeued and self._saw_srun
+
+    @property
+    def is_to_start_again(self) -> bool:
+        """Whether Slurm has begun to end it for that: ranks may still write."""
+        return self._is_requeued
+
+    def is_cancelled(self, file: str) -> bool:
+        """Whether the scheduler has ended the job, by what the file has so far."""
+        return file in self._cancelled
 
     def take_end(self, row: Row, found: re.Match[str], line: Line) -> None:
         if row.of_rank and line.has_prefix and "orker" in found[0]:
@@ -164,6 +219,32 @@ class LauncherLines:
             return is_end and int(number) < self._succeeded.get(file, 0)
 
         self._found.leave_out(is_overcome)
+
+    def take_rendezvous(self, found: re.Match[str], line: Line) -> None:
+        meeting = self._meeting
+        task = int(found["task"] or line.local_rank)
+        if found["node"] and len(meeting.came) < MOST_KEPT:
+            meeting.came[found["node"]] = task
+        elif found["least"]:
+            meeting.least = int(found["least"])
+        elif found["list"]:
+            meeting.names = _names_in(found["list"])
+        elif found["over"]:
+            meeting.over = meeting.over or line
+
+    def take_container(self, found: re.Match[str], line: Line) -> None:
+        if len(self._meeting.containers) < MOST_KEPT:
+            told = line._replace(text=found["what"])
+            self._meeting.containers[int(found["task"])] = told
+
+    def _finish_meeting(self) -> None:
+        over = self._meeting.over
+        if over and (text := self._meeting.text()):
+            self._found.add(NOT_TOLD, Condition(conditions.WAITED, text), over)
+
+    def take_accounting(self, found: re.Match[str], line: Line) -> None:
+        if len(self._states) < MOST_KEPT:
+            self._states[found["id"]] = found["state"]
 
     def take_tasks_out_of_memory(self, told: re.Match[str], line: Line) -> None:
         self._out_of_memory |= dict.fromkeys(ranks_in(told["tasks"]), line)
@@ -366,6 +447,7 @@ class LauncherLines:
     def finish(self) -> None:
         self._end_ray()
         self._finish_ray()
+        self._finish_meeting()
         self._finish_out_of_memory()
         if self._nodes == 1:
             for pid, rank in self._local_ranks.items():
@@ -382,6 +464,9 @@ class LauncherLines:
                 who = f"torchrun, of local rank {failed['local']} (pid {failed['pid']})"
                 end = _condition_of(_signed(failed["code"]), who)
                 self._tell(end, line, self._rank_of(failed["pid"]))
+        # Started again since, and completed
+        if set(self._states.values()) == {"COMPLETED"}:
+            self._found.leave_out(_is_end_by_scheduler)
 
     def _leave_out_killed_by_mpirun(self) -> None:
         """It ends the others by SIGKILL, and tells of them alike."""
@@ -441,6 +526,11 @@ class LauncherLines:
         silent = {one.rank for one in facts if one.condition_kind == conditions.SILENT}
         for rank in silent - exits if exits else ():
             self._found.facts.pop((rank, Condition, conditions.CUT, ""), None)
+
+
+def _is_end_by_scheduler(fact: Fact) -> bool:
+    kinds = (conditions.TERMINATED, conditions.NODE)
+    return fact.rank == NOT_TOLD and fact.condition_kind in kinds
 
 
 def _condition_of(code: int, who: str) -> Condition | None:

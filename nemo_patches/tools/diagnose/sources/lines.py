@@ -61,6 +61,9 @@ _PREFIXES = tuple(
             r"(?:\[[\w :.,/-]{1,60}\] ?){0,2}"
             r"\[rank(?P<apart>[ _-])?(?P<rank>\d{1,6})\](?(apart):?|(?!:))"
             r"(?: ?\[[A-Z]{4,8}\])? ?",
+            # "0: time host [rank 0 pid 4711] ", of which another reader wants the process
+            r"(?=(?: {0,5}\d{1,6}: )?(?:[\d:T.,Z+/-]{5,32} ){0,2}(?:[\w.-]{1,60} )?"
+            r"\[[Rr]ank[ =:]{1,3}(?P<rank>\d{1,6})(?:/\d{1,6})?[ ,|]{1,3}pid[ =:]{1,2}\d{1,9}\])",
             # HCCL
             r"\[(?:ERROR|WARNING|INFO)\] [\d:-]{10,24} \(PID:\d{1,9}, Device:\d{1,4},"
             r" RankID:(?P<rank>\d{1,7})\) ?",

@@ -18,13 +18,14 @@ from nemo_patches.tools.diagnose.rank_facts import (
     ProcessRank,
     Value,
 )
-from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
+from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
 
 MOST_RANKS = 1 << 20
 _CLOSED_BY = re.compile(r"by ?peer \[?(\d{1,3}(?:\.\d{1,3}){3})\b")
 _PROCESS = re.compile(r"(?:Killed:? process |\bpid[ =])(\d{1,9})(?:[ ,)]|$)")
 _IS_PYTHON = re.compile(r"process \d{1,9}(?:,|$| \((?:py|pt_))")
 _FAULT = re.compile(r"\bby GPU\b|\bamdgpu\b.*\bpid \d")
+_BLOCKED = re.compile(r"\btask \S{1,80}:(\d{1,9}) blocked for")
 _ONE_OF_HOST = re.compile(r"\btask \d|\blocal[ _]rank\b|\bpid\b|Killed process")
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
@@ -54,7 +55,7 @@ class LaunchFacts:
     stall reports that lines name. several_hosts: local ranks are not the job's. cure: as
     Evidence has it. ranks_of_name: of pods and hosts. texts: by citation, of lines that tell a
     condition and no rank. by_local_rank: keys of the facts whose rank is one. listed: by pid, the
-    ranks of a process list.
+    ranks of a process list. idle: as Evidence has it.
     """
 
     facts: dict[tuple[object, ...], Fact] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class LaunchFacts:
     # In order, as a set is not.
     by_local_rank: dict[tuple[object, ...], None] = field(default_factory=dict)
     listed: dict[int, int] = field(default_factory=dict)
+    idle: dict[int, str] = field(default_factory=dict)
 
     def add(
         self, rank: int, value: Value, line: Line, own: bool = True, host: str = ""
@@ -174,6 +176,12 @@ class LaunchFacts:
             is_one = self.rank_of_pid.setdefault(pid, rank) == rank
             self.rank_of_pid[pid] = rank if is_one else NOT_TOLD
 
+    def ranks_of_pids(self) -> dict[int, int]:
+        """Local ranks, of a list of processes, count on a single host."""
+        return (
+            self.rank_of_pid if self.several_hosts else self.listed | self.rank_of_pid
+        )
+
     def tell_ranks_of_killed(self) -> None:
         """The kernel names a process that it kills by its id; another file may have the rank, or
         list the processes of all others.
@@ -221,6 +229,48 @@ class LaunchFacts:
                 del self.facts[key]
                 value = replace(fact.condition, kind=conditions.RAISED)
                 self.keep(replace(fact, rank=max(ranks), value=value))
+
+    def tell_ranks_of_blocked(self, last: Mapping[int, Line]) -> None:
+        """The kernel names a process that a disk, or a file system, has held up for minutes: that
+        may be over, so its rank counts where it said less than all others, or where all others
+        waited until a limit. last: each rank's last line.
+        """
+        held: dict[int, tuple[tuple[object, ...], Fact]] = {}
+        for key, fact in [*self.facts.items()]:
+            if (blocked := _BLOCKED.search(fact.condition_text)) is None:
+                continue
+            rank = self.rank_of_pid.get(int(blocked[1]), NOT_TOLD)
+            of_host = self.ranks_named(fact.cite)
+            if rank == NOT_TOLD or (of_host and rank not in of_host):
+                continue
+            if held.setdefault(rank, (key, fact))[1] is not fact:
+                del self.facts[key]  # told again
+        others = [line for rank, line in last.items() if rank not in held]
+        waited = {
+            fact.rank
+            for fact in self.facts.values()
+            if fact.condition_kind == conditions.WAITED
+        }
+        have_waited = 1 < self.world_size <= len((waited | held.keys()) - {NOT_TOLD})
+        for rank, (key, fact) in held.items():
+            line, text = last.get(rank), fact.condition_text
+            is_first = (
+                line is not None
+                and len(others) > 1
+                and all(
+                    line.file == other.file and line.number < other.number
+                    for other in others
+                )
+            )
+            if not (is_first or have_waited) or rank in waited:
+                text = f"{text} (rank {rank})"
+                self.facts[key] = replace(fact, value=Condition(conditions.HINT, text))
+                continue
+            if line is not None:
+                text = f'{text}; it printed last "{shown(line.text)}" [{line.cite}]'
+            del self.facts[key]
+            told = Condition(conditions.TOLD_APART, text)
+            self.keep(replace(fact, rank=rank, value=told, own=False))
 
     def note_names(self, names: Mapping[str, set[int]]) -> None:
         for name, ranks in names.items():

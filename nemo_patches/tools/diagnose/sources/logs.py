@@ -6,6 +6,7 @@ mixed, and lines that a terminal has wrapped. A fact cites its file and line.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from nemo_patches.tools.diagnose.rank_facts import (
     Evidence,
     UnreadableError,
 )
+from nemo_patches.tools.diagnose.sources.hearsay_lines import Steps
 from nemo_patches.tools.diagnose.sources.launch_lines import Launch
 from nemo_patches.tools.diagnose.sources.lines import (
     Line,
@@ -32,6 +34,7 @@ from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.rows import (
     FILTER,
     FILTER_BEYOND_ASCII,
+    FINISHED,
     is_whole,
 )
 
@@ -69,9 +72,13 @@ _FEW_LINES = 32  # of a launch that did not come to its first step
 # Before a rank's lines: no word of interest by itself
 _RANKS_LABEL = re.compile(rb"^\[rank[ _-]?\d{1,7}\]", re.MULTILINE)
 _PROCESSES = re.compile(r"Starting with \d{1,7} processes")
-# A launch follows another one: torchrun's, or what somebody typed behind a shell's prompt
-_FOLLOWS = re.compile(
+# A launch follows another one: as what restarts it says, or as typed behind a shell's prompt
+_RESTARTS = re.compile(
     r"will restart worker group|"
+    r"^(?:.{0,80}[\]:|>-] ?)?[Rr]e-?(?:start|launch)ing (?:the )?"
+    r"(?:training|job|run|workers?(?: group)?|ranks)\b(?! (?:process|thread|\d|if|when|with))"
+)
+_TYPED = re.compile(
     r"^\S{0,80} ?[$#%\u276f] (?:\w+=\S* )*"
     r"(?:torchrun|accelerate launch|deepspeed|python\S* |srun|mpirun|bash |sh |\./)"
 )
@@ -91,6 +98,19 @@ def read(files: list[Path], evidence: Evidence) -> None:
 
     Raises UnreadableError where there is but one file, and it cannot be read.
     """
+    problems = len(evidence.problems)
+    reading = _read(files, evidence, files[0] if len(files) == 1 else None)
+    # What comes through a pipe can be read only once.
+    if len(reading.restarted) == 1 and all(map(os.path.isfile, files)):
+        [first] = reading.restarted
+        del evidence.problems[problems:]
+        others = [file for file in files if file != first]
+        reading = _read([first, *others], evidence, first)
+    reading.finish()
+
+
+def _read(files: list[Path], evidence: Evidence, whole: Path | None) -> _Reading:
+    """whole: the file in which a launch that begins ends the one before: no other has launches."""
     reading = _Reading(evidence)
     in_names = {
         file: int(found[1])
@@ -102,12 +122,12 @@ def read(files: list[Path], evidence: Evidence) -> None:
     for file in files:
         try:
             rank = in_names.get(file, NOT_TOLD)
-            reading.read(file, rank, alone=len(files) == 1)
+            reading.read(file, rank, alone=file == whole)
         except UnreadableError as error:
             if len(files) == 1:
                 raise
             evidence.problems.append(safe(str(error)))
-    reading.finish()
+    return reading
 
 
 class _Reading:
@@ -119,6 +139,11 @@ class _Reading:
         # The last earlier launch with any facts.
         self._before: tuple[LaunchFacts, Evidence] | None = None
         self._launches = 0  # begun in the one file
+        self._begun = 0  # likewise in another one
+        self.restarted: set[Path] = set()  # of others, where launches follow launches
+        self._facts = 0  # of the one file's present launch, so far
+        self._steps = Steps()  # since the last of them
+        self._has_gone_on = False
         self._has_no_end = False  # the last file's last line
         self._names: dict[str, Path] = {}
         # By local rank, torchrun's folder, one for each host.
@@ -127,10 +152,10 @@ class _Reading:
     def read(self, path: Path, in_name: int, alone: bool) -> None:
         """in_name: the rank in the file's name, or NOT_TOLD.
 
-        alone: no other file is read, so a launch that begins in it ends the one before.
+        alone: no other file has several launches, so one that begins in it ends the one before.
         """
         self._launch.begin_file()
-        self._launches = 0
+        self._begun = 0
         name, of_folder = self._name_of(path), _rank_of_folder(path)
         rank = max(of_folder, in_name)
         if of_folder >= 0:
@@ -155,6 +180,8 @@ class _Reading:
                     text, prefixed, local_rank = prefixes.strip(message)
                     if alone:
                         self._begin_if_told(message, prefixed)
+                    elif self._restarts(message, name):
+                        self.restarted.add(path)
                     line_rank = local_rank if prefixed is None else prefixed
                     if prefixed is not None:
                         self._launch.ends.note_task(local_rank, prefixed)
@@ -165,6 +192,8 @@ class _Reading:
                     self._launch.take(
                         Line(text, name, number, line_rank, prefixed is not None)
                     )
+                    if alone:
+                        self._note_steps(text)
                 self._launch.found.note_names(prefixes.names)
                 if self._has_no_end and goes_on(message, is_whole):
                     text = f"{name}: it is cut: line {number} has no end"
@@ -186,12 +215,30 @@ class _Reading:
         is_slurms = message.startswith(("srun", "slurmstepd"))
         return self._launch.ends.is_requeued and bool(message.strip()) and not is_slurms
 
+    def _restarts(self, message: str, name: str) -> bool:
+        """Whether another launch begins in a file, by what is told in it: not what was typed."""
+        begins = _PROCESSES.search(message) is not None
+        self._begun += begins
+        is_again = begins and (self._begun > 1 or self._launch.ends.is_cancelled(name))
+        return is_again or _RESTARTS.search(message) is not None
+
     def _begin_if_told(self, message: str, rank: int | None) -> None:
         """For launches that write into one log, such as Slurm's requeued ones."""
         ends = self._launch.ends
-        is_next = self._is_next_attempt(message)
-        follows = is_next or rank in ends.ended or _FOLLOWS.search(message) is not None
-        if not follows and not _PROCESSES.search(message):
+        begins = _PROCESSES.search(message) is not None
+        is_next = self._is_next_attempt(message) or (begins and ends.is_to_start_again)
+        follows = (
+            is_next
+            or rank in ends.ended
+            or _RESTARTS.search(message) is not None
+            or _TYPED.search(message) is not None
+            or (
+                self._has_gone_on
+                and FINISHED.search(message) is not None
+                and self._launch.has_trouble
+            )
+        )
+        if not follows and not begins:
             return
         self._launches = max(self._launches, follows) + 1
         if self._launches > 1:
@@ -200,19 +247,32 @@ class _Reading:
             self._launch = Launch()
             self._launch.found.patched = patched
             self._launch.begin_file()
+            self._facts, self._has_gone_on = 0, False
+            self._steps.begin()
         if is_next:
             self._before = None  # a requeue is not the job's end
+
+    def _note_steps(self, text: str) -> None:
+        """Whether the job has gone on since the last that was told of it."""
+        facts = len(self._launch.found.facts) + self._launch.tracebacks.count
+        if facts != self._facts:
+            self._facts, self._has_gone_on = facts, False
+            self._steps.begin()
+        elif facts or self._before is not None:
+            self._has_gone_on = self._steps.go_on(text)
 
     def _put_aside(self) -> None:
         told = Evidence()
         self._launch.finish(told)
+        if self._has_gone_on or self._launch.ends.is_finished:
+            self._before = None  # what ended the one before has been overcome
         if self._before is not None and self._launch.never_began(_FEW_LINES):
             return
         if self._launch.found.tells_anything or told.findings:
             self._before = self._launch.found, told
 
     def finish(self) -> None:
-        """Add the facts of the last launch that has any."""
+        """Add the facts of the last launch that has any, unless a later one has gone on."""
         self._put_aside()
         found, told = self._before or (self._launch.found, Evidence())
         evidence = self._evidence
@@ -223,9 +283,11 @@ class _Reading:
         evidence.findings += told.findings
         evidence.printed |= told.printed
         evidence.ran_out |= told.ran_out
+        evidence.alone |= told.alone
         evidence.cure = found.cure
+        evidence.idle |= found.idle
         # Of all readers
-        evidence.rank_of_pid.update(found.rank_of_pid)
+        evidence.rank_of_pid.update(found.ranks_of_pids())
         evidence.patched = found.patched
         evidence.world_size = found.world_size
         evidence.looked_for.append(LOOKED_FOR)

@@ -91,6 +91,10 @@ _LAST_WORK = (
     r"work: ?(-?\d{1,18})"
 )
 _OF_GLOO = r"(?:gloo[/:]|ProcessGroupGloo).{0,300}?"
+_STATES = (
+    "COMPLETED|PREEMPTED|REQUEUED|NODE_FAIL|FAILED|CANCELLED|TIMEOUT|OUT_OF_ME|RUNNING|"
+    "PENDING"
+)
 _GONE = (
     r"^(?!.*NCCL INFO).*?(?:ncclRemoteError|Connection closed by remote peer|"
     r"remote process exited or there was a network error)"
@@ -148,6 +152,20 @@ ROWS = (
         r"(?:(?: ?/| of|, world_size=) ?(?:size )?(\d{1,7}))?",
         reader="pid",
         follows=True,
+    ),
+    _row(  # what a shell prints of processes' environments, in one line or in several
+        "RANK=|PROCID=|LOCALID=|/environ",
+        r"^\s{0,8}(?:(?:/proc/|pid[ =:]{1,2})?(?P<pid>\d{2,9})(?:/environ)?[ \t:]{1,4})?"
+        r"(?=.*(?:RANK|PROCID|LOCALID)=)(?:\w{1,40}=\S{0,80}\s{0,4}){1,9}$|"
+        r"/proc/(?P<next>\d{2,9})/environ\b",
+        reader="environment",
+        follows=True,
+    ),
+    _row(  # strace's, of a process that it has come to
+        "stopped by SIG|strace: Process",
+        r"^(?:\[pid +(?P<pid>\d{1,9})\] )?--- stopped by SIG(?:STOP|TSTP|TTIN|TTOU) ---|"
+        r"strace: Process (?P<next>\d{1,9}) attached",
+        reader="stopped",
     ),
     _row(
         "spawned with",
@@ -289,6 +307,16 @@ ROWS = (
         rf"expected ranks: \{{(?P<joined>{_RANKS})\}}",
         reader="report",
         follows=True,
+    ),
+    _row(  # fr_trace -j: a column for each rank
+        "Rank 0  ",
+        r"^Rank \d{1,7}(?: +Rank \d{1,7})+$",
+        reader="recorder_head",
+    ),
+    _row(
+        "state=",
+        r"^\s*\w[\w.:]*\(.*\bstate=\w+\)$",
+        reader="recorder_row",
     ),
     # What torch, Gloo and NCCL say of one rank
     _row(
@@ -478,12 +506,34 @@ ROWS = (
         r"with (?:an? )?(?:exit )?(?:code|status) 0)\b)",
         reader="succeeded",
     ),
+    _row(  # sacct's, of a job or a step
+        _STATES,
+        r"^\s{0,20}(?P<id>\d{2,12}(?:[._+]\w{1,12}\+?)*)[ |].{0,200}?[ |]"
+        rf"(?P<state>{_STATES})(?=.*\d:\d|.*\d-\d)",
+        reader="accounting",
+        follows=True,
+    ),
     _row(
         "Out Of Memory",
         r"srun: error: \S{1,80}: tasks? (?P<tasks>[\d,\-]{1,200}): Out Of Memory",
         reader="tasks_out_of_memory",
     ),
     _row("elastic|torchrun", "elastic|torchrun", reader="by_torchrun", follows=True),
+    _row(  # torchrun's agents, one a node, meet before they start any rank
+        "attempts to join|min_nodes|RendezvousTimeoutError|odes|odelist|NODELIST",
+        r"^(?: {0,5}(?P<task>\d{1,6}): )?.{0,200}?(?:"
+        r"The node '(?P<node>[\w.-]{1,200}?)(?:_\d{1,9}_\d{1,3})?' attempts to join the next round|"
+        r"\bmin_nodes\s{0,20}[:=] ?(?P<least>\d{1,6})|(?P<over>RendezvousTimeoutError)|"
+        r"(?<![A-Za-z])(?i:nodes|nodelist)[ :=]{1,3}(?P<list>[\w.,-]{0,200}\[[\d,-]{1,2000}\]))",
+        reader="rendezvous",
+        follows=True,
+    ),
+    _row(
+        "pyxis: ",
+        r"^ {0,5}(?P<task>\d{1,6}): (?P<what>pyxis: .{1,200})",
+        reader="container",
+        follows=True,
+    ),
     _end(
         "exitcode",
         r"failed ?\(exitcode: ?(?P<code>-?\d{1,9})\) ?local_rank: ?(?P<local>\d{1,7})"
@@ -930,6 +980,7 @@ ROWS = (
 )
 
 _WHOLE = tuple(row for row in ROWS if row.is_whole)
+FINISHED = next(row.pattern for row in ROWS if row.reader == "finished")
 
 
 def is_whole(text: str) -> bool:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.conditions import HINT, TOLD_APART, TOLD_DEAD
+from nemo_patches.tools.diagnose.conditions import HINT, STOPPED, TOLD_APART, TOLD_DEAD
 from nemo_patches.tools.diagnose.findings import Finding
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.lines import (
@@ -47,6 +47,15 @@ _BAR = re.compile(
 _GPU = re.compile(
     r"[|\[] {0,4}(\d{1,2})\]? +(?:NVIDIA|GeForce|Tesla|Quadro|[AHBL]\d{2})"
 )
+# Of nvidia-smi dmon, pmon and --query-gpu: their heads, and rows; and its list of processes
+_GPU_HEAD = re.compile(r"#? {0,4}(?:gpu|index)\b[ ,].*\b(?:sm|utilization\.gpu)\b")
+_GPU_ROW = re.compile(
+    r"\s{0,8}\d{1,2}(?:,? +(?:[\w.-]+(?: ?[%A-Za-z]{1,3}(?=,|$))?)){1,20}$"
+)
+_GPU_PROCESS = re.compile(
+    r"\| {1,6}(?P<gpu>\d{1,2}) (?:.{0,20} )?(?P<pid>\d{2,9}) +[CGM+]{1,3} "
+)
+_IDLE, _BUSY = 5, 90  # % of a GPU's use
 # What a column has, by its name in small letters with "_" between its words. A part of a step
 # counts beside its phases.
 _ROLES = re.compile(
@@ -184,6 +193,10 @@ class TableLines:
         self._state = ""  # of the process whose id follows
         self._process = ("", 0)  # the last one's id, and its line
         self._defunct: list[Line] = []  # processes whose ranks are not told
+        # By id, likewise: their last states, and the lines
+        self._unranked: dict[int, tuple[str, Line]] = {}
+        self._traced = 0  # the last process that strace has come to
+        self._stopped: dict[int, Line] = {}  # by id, says strace
         self._hang_at = -_NEAR  # number of the last line that speaks of one
         self._unlike_at = -_NEAR  # likewise, of ranks that differ
         self._cells: dict[int, str] = {}
@@ -192,6 +205,10 @@ class TableLines:
         self._bars: dict[tuple[str, str, str], tuple[int, Line]] = {}
         self._writer = ""  # of the line before
         self._slow: Finding | None = None
+        self._gpu_head: list[str] = []  # of a table of GPUs
+        # By GPU: its uses, and the last line; its process
+        self._uses: dict[int, tuple[list[int], Line]] = {}
+        self._gpu_pids: dict[int, int] = {}
 
     def take_throughput(self, found: re.Match[str], line: Line) -> None:
         """Megatron's: the least throughput and its rank, the most and its rank."""
@@ -220,6 +237,7 @@ class TableLines:
         self._end_cells()
         self._head = line
         self._take_bar(line)
+        self._take_gpu(line)
         if _OF_UNLIKE.search(text):
             self._unlike_at = line.number
         if self._table.split:
@@ -252,6 +270,44 @@ class TableLines:
         if bar and len(self._bars) < MOST_KEPT:
             of = bar["title"] or "in use", bar["total"] or "100", writer
             self._bars[of] = int(bar["done"] or bar["use"]), line
+
+    def _take_gpu(self, line: Line) -> None:
+        text = line.text
+        if process := _GPU_PROCESS.match(text):
+            self._gpu_pids[int(process["gpu"])] = int(process["pid"])
+        elif _GPU_HEAD.match(text):
+            self._gpu_head = re.split(r", *| +", text.strip("# "))
+        elif self._gpu_head and not text.startswith("#"):
+            if not _GPU_ROW.match(text):
+                self._gpu_head = []
+                return
+            cells = re.split(r", *| {2,}", text.strip())
+            row = dict(zip(self._gpu_head, cells, strict=False))
+            gpu = int(cells[0])
+            if row.get("pid", "").isdecimal():
+                self._gpu_pids[gpu] = int(row["pid"])
+            use = row.get("sm") or row.get("utilization.gpu") or ""
+            told = re.match(r"-$|\d{1,3}\b", use)
+            if told:
+                uses, _ = self._uses.setdefault(gpu, ([], line))
+                uses.append(int(told[0].strip("-") or 0))
+
+    def _end_gpus(self) -> None:
+        """The one that idles, of all that are busy, is told beside the verdict."""
+        idle = [gpu for gpu, (uses, _) in self._uses.items() if max(uses) <= _IDLE]
+        busy = [gpu for gpu, (uses, _) in self._uses.items() if min(uses) >= _BUSY]
+        if len(idle) != 1 or len(busy) < 2 or len(busy) + 1 < len(self._uses):
+            return
+        [gpu] = idle
+        uses, line = self._uses[gpu]
+        looks = f" at {len(uses)} looks" if len(uses) > 1 else ""
+        text = f"idles{looks}, and all others are busy"
+        rank = self._found.ranks_of_pids().get(self._gpu_pids.get(gpu, 0), NOT_TOLD)
+        if rank != NOT_TOLD:
+            self._found.idle[rank] = f"its GPU {text} [{line.cite}]"
+        else:
+            told = Condition(HINT, f"GPU {gpu} {text}")
+            self._found.add(NOT_TOLD, told, line, own=False)
 
     def _end_bars(self) -> None:
         """The one that is not at its end, of several, is told beside the verdict."""
@@ -299,6 +355,9 @@ class TableLines:
             return False
         row = dict(zip(table.names, cells, strict=True))
         rank = self._rank_of(row)
+        if rank == NOT_TOLD:
+            by_role = {_role_of(name): cell for name, cell in row.items()}
+            self._note_unranked(by_role.get("pid", ""), by_role.get("state", ""), line)
         if rank not in table.rows:  # workers have their rank's command
             table.add(rank, row, line)
         return rank != NOT_TOLD
@@ -333,6 +392,8 @@ class TableLines:
         rank, command = self._rank_of(row), row.get("command", "")
         if rank == NOT_TOLD and "<defunct>" in command:
             self._defunct = [*self._defunct[:1], line]
+        if rank == NOT_TOLD:
+            self._note_unranked(row["pid"], row["state"], line)
         if rank == NOT_TOLD or not row["state"] or not row["pid"]:
             return not command
         before, self._process = self._process, (row["pid"], line.number)
@@ -341,6 +402,28 @@ class TableLines:
             self._processes.add(rank, row, line)
             self._processes.is_of_a_hang |= self.is_of_a_hang(line)
         return True
+
+    def _note_unranked(self, pid: str, state: str, line: Line) -> None:
+        """Other lines may tell its rank."""
+        if pid.isdecimal() and state and len(self._unranked) < MOST_KEPT:
+            self._unranked[int(pid[:9])] = state, line
+
+    def take_stopped(self, found: re.Match[str], line: Line) -> None:
+        if found["next"]:
+            self._traced = int(found["next"])
+        elif len(self._stopped) < MOST_KEPT:
+            self._stopped.setdefault(int(found["pid"] or self._traced), line)
+
+    def _end_unranked(self) -> None:
+        ranks, table = self._found.ranks_of_pids(), _Table(["state"])
+        for pid, (state, line) in self._unranked.items():
+            if (rank := ranks.get(pid, NOT_TOLD)) != NOT_TOLD:
+                table.rows[rank] = {"state": state}
+                table.lines[rank] = line._replace(text=" ".join(line.text.split()))
+        self._judge(table)
+        for pid, line in self._stopped.items():
+            if (rank := ranks.get(pid, NOT_TOLD)) != NOT_TOLD:
+                self._tell([rank], STOPPED, line, "")
 
     def _take_keyed(self, line: Line) -> bool:
         rank = _KEYED_RANK.findall(line.text)
@@ -375,7 +458,9 @@ class TableLines:
 
     def finish(self) -> None:
         self.end_file()
+        self._end_unranked()
         self._end_bars()
+        self._end_gpus()
         rank = self._found.unlisted
         if len(self._defunct) != 1 or rank == NOT_TOLD:
             return
@@ -423,7 +508,7 @@ class TableLines:
                 continue
             [rank] = odd
             if state := states[rank]:
-                kind = TOLD_DEAD if state == "ended" else TOLD_APART
+                kind = {"ended": TOLD_DEAD, "stopped": STOPPED}.get(state, TOLD_APART)
                 is_known = state != "asleep" or _FILE_SYSTEMS.search(
                     table.lines[rank].text
                 )
