@@ -126,3 +126,32 @@ def test_a_gpu_that_fails_is_no_fault_of_the_code(tmp_path: Path) -> None:
     found = report_of(tmp_path / "train.log")
     assert found.findings[0].ranks == (3,)
     assert "Look at that GPU" in found.next_step
+
+
+INIT = (
+    "n{0}:{1}:{1} [0] NCCL INFO ncclCommInitRank comm 0xb8 rank {0} nranks {2} cudaDev 0 nvmlDev 0"
+    " busId f01000 commId 0x71 - Init COMPLETE\n"
+)
+AT = (
+    "Process {}: python -u train.py\nPython v3.12.3 (/usr/bin/python3.12)\n\n"
+    'Thread {} (active): "MainThread"\n    {}\n    <module> (train.py:398)\n\n'
+)
+READS = "read (torch/storage.py:12)\n    load (data.py:7)"
+WAITS = "all_reduce (torch/distributed/distributed_c10d.py:2501)"
+
+
+def test_nccls_line_tells_the_rank_of_a_process_also_for_stacks_in_notes(
+    tmp_path: Path,
+) -> None:
+    log, notes = tmp_path / "job.log", tmp_path / "notes.md"
+    log.write_text(INIT.format(0, 881, 2) + INIT.format(1, 512, 2))
+    example = AT.format(77, 77, READS)
+    notes.write_text(AT.format(512, 512, READS) + AT.format(881, 881, WAITS) + example)
+    assert report_of(tmp_path).findings[0].ranks == (1,)
+    notes.write_text(example)
+    assert not [one for one in report_of(tmp_path).findings if one.ranks]
+    # Groups of two, of a larger job
+    others = INIT.format(0, 71, 2) + INIT.format(1, 72, 2)
+    log.write_text(log.read_text() + others)
+    notes.write_text(AT.format(512, 512, READS) + AT.format(881, 881, WAITS))
+    assert not [one for one in report_of(tmp_path).findings if one.ranks]

@@ -166,8 +166,9 @@ class Evidence:
     hangs (stragglers, settings that differ). looked_for: for the report on files in which nothing
     was recognised. other_jobs: by name, the facts of stacks of other jobs, which are judged apart.
     past: why this is no present hang; empty: it may be one. files: by reader, those that it is
-    from. printed: by rank, a line of its own, quoted. alone: by rank, lines that no
-    other has printed. is_numbered: nothing tells the stacks' ranks.
+    from. printed: by rank, a line of its own, quoted; ran_out: likewise, that it has no more
+    batches; alone: likewise, lines that no other has printed. is_numbered: nothing tells the
+    stacks' ranks.
     cure: what the running job's own line says of uneven batches. rank_of_pid: as logs tell it.
     idle: by rank, that its GPU alone idles.
     """
@@ -189,6 +190,7 @@ class Evidence:
     other_jobs: dict[str, list[Fact]] = field(default_factory=dict)
     files: dict[str, list[Path]] = field(default_factory=dict)
     printed: dict[int, str] = field(default_factory=dict)
+    ran_out: dict[int, str] = field(default_factory=dict)
     alone: dict[int, str] = field(default_factory=dict)
     is_numbered: bool = False
     cure: str = ""

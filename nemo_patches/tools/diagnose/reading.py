@@ -15,6 +15,7 @@ from typing import Any
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.rank_facts import Evidence, UnreadableError
 from nemo_patches.tools.diagnose.sources import (
+    dumps,
     flight_recorder,
     logs,
     report_files,
@@ -29,7 +30,7 @@ _FOLDERS_OF_CODE = frozenset(
     {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 )
 _NO_EVIDENCE = re.compile(
-    r"\.(pyi?|ipynb|md|rst|diff|patch|sh|c|cc|cpp|cu|h|ya?ml|toml|cfg|wav|flac|mp3|tar|"
+    r"\.(pyi?|ipynb|rst|diff|patch|sh|c|cc|cpp|cu|h|ya?ml|toml|cfg|wav|flac|mp3|tar|"
     r"nemo|ckpt|pt|png|svg|html)$"
 )
 _MOST_FILES = 10_000
@@ -52,6 +53,8 @@ _READERS = (
         report_files.KIND, report_files.recognises, report_files.read
     ),  # before stacks, which see more
     Reader(stack_files.KIND, stack_files.recognises, stack_files.read),
+    # Of prose: its name alone tells that.
+    Reader(stack_files.NOTES, lambda name, head: False, stack_files.read_notes),
     Reader("Flight Recorder dumps", flight_recorder.recognises, flight_recorder.read),
     Reader(traces.KIND, traces.recognises, traces.read),
 )
@@ -105,6 +108,10 @@ def _sort_in(file: Path, given: Path, found: FoundFiles) -> None:
         found.problems.append(safe(f"{file}: {error.strerror}"))
         return
     is_of_torchrun = file != given and file.name.startswith(("stdout", "stderr"))
+    if file != given and file.suffix == ".md":
+        if dumps.tells(head):
+            found.by_reader.setdefault(stack_files.NOTES, []).append(file)
+        return
     readers = [reader for reader in _READERS if reader.recognises(str(file), head)]
     # A reader that knows a file by its name says itself what is wrong with it.
     is_of_others = any(one.name != stack_files.KIND for one in readers)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging.kinds import OF_EVALUATION, is_guess
+from nemo_patches.judging.kinds import OF_EVALUATION, OF_TRAINING, is_guess
 from nemo_patches.judging.waits import EVALUATION, remedy, stage
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions, entries
@@ -235,10 +235,12 @@ def by_number(
         )
         for fact in there
     )
+    out, printed = _that_ran_out(by_title, hearing)
     if one.id == entries.OUT_OF_STEP:
         places = {fact.rank: hearing[fact.rank].place for fact in there}
         alone = hearing.evidence.alone
-        return [out_of_step(by_title, places, evidence, alone=alone)]
+        found = out_of_step(by_title, places, evidence, alone=alone)
+        return [replace(found, ranks=out, text=f"{found.text}{printed}")]
     kind, step = one.id, ""
     if one.id == entries.SIZES:
         told = "; ".join(f"{key} on {named(of)}" for key, of in by_title.items())
@@ -249,6 +251,12 @@ def by_number(
             step = _MODELS_DIFFER
         elif all(map(_may_be_buffers, there)):
             step = _SIZES_OF_BUFFERS
+        text += printed
+        step = (
+            f"{capital(OF_TRAINING)} ends all ranks' training together."
+            if out
+            else step
+        )
     elif one.id == entries.DRIFTED:
         kind = ids.SKIPPED
         last = (_last(hearing[rank], one.entry.group) for rank in one.absent)
@@ -288,7 +296,26 @@ def by_number(
             f"The records were not made at one time: {title} was completed, and"
             f" {named(one.absent)} came to it after the record."
         )
-    return [finding(kind, text, evidence=evidence, next_step=step)]
+    ranks = out if one.id == entries.SIZES else ()
+    return [finding(kind, text, ranks, evidence=evidence, next_step=step)]
+
+
+def _that_ran_out(
+    by_title: dict[str, list[int]], hearing: Hearing
+) -> tuple[tuple[int, ...], str]:
+    """Of unlike collectives: the few that are in one because they have no more batches, by their
+    own lines alone, and a sentence on that.
+    """
+    few, most = (list(by_title.values())[number] for number in (0, -1))
+    printed = hearing.evidence.ran_out
+    if len(few) >= len(most) or {*few} != printed.keys():
+        return (), ""
+    told = "; ".join(
+        f"rank {rank} printed {printed[rank]}" for rank in few[:_MOST_PRINTED]
+    )
+    return tuple(
+        few
+    ), f" {capital(named(few))} had no more batches, as it seems: {told}."
 
 
 def _may_be_buffers(fact: Fact) -> bool:

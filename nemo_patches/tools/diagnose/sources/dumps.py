@@ -80,7 +80,7 @@ _HEADING = re.compile(
     r"(?:[=#*-]{2,}>? ?(?:[\w./ -]{0,80}(?<!node)(?<!local)[/_. -])?"
     r"(?:rank|process_index|task(?=[ =:_#]{0,2}\d{1,7}\b(?!\s?[:.,-]\s?\w)))"
     r"[ =:_#]{0,2}(\d{1,7})\b|"
-    r"rank[ _]?(\d{1,7}):?\s*$)",
+    r"#? ?rank[ _]?(\d{1,7}):?\s*$)",
     re.IGNORECASE,
 )
 # Likewise "=== worker-3 ===": containers have the same process ids.
@@ -179,17 +179,6 @@ _PYSTACK = _Form(
     innermost_last=True,
     main_last=True,
 )
-# What a job's own watch over hangs writes of each thread, as a logger's lines have its rank
-_WATCHS = _Form(
-    re.compile(
-        r"(?:.{0,200}?(?<![A-Za-z_])(?i:rank)[ =:_#-]{0,2}(?P<rank>\d{1,6})\b)?.{0,200}?"
-        r"(?:\b[Tt]hread (?P<one>['\"]?[\w.<> -]{1,80}?['\"]?)(?: \(\w{1,40}\))?:? "
-        r"(?:(?:call )?stack(?: ?trace)?|traceback)|"
-        r"\b(?i:(?:call )?stack(?: ?trace)?|traceback) (?:of|for) (?:the )?[Tt]hread "
-        r"(?P<other>['\"]?[\w.<> -]{1,80}?['\"]?)(?: \(\w{1,40}\))?):\s*$"
-    ),
-    innermost_last=True,
-)
 # gdb's bt: frames of C, in some of which gdb sees Python's
 _GDB_NATIVE = _Form(re.compile("(?!)"), main_last=True)
 _GDB_FRAME = re.compile(
@@ -204,7 +193,19 @@ _OF_PYTHON = re.compile(
     r"_?Py[A-Z_]\w*$|.*[ /](?:Python|Objects|Modules|Programs)/\w+\.c:\d"
 )
 _OF_A_CRASH = re.compile(r"(?:__GI_)?(?:raise|abort)$|<signal$|__pthread_kill")
+# What a job's own watch over hangs writes of each thread, as a logger's lines have its rank
+_WATCHS = _Form(
+    re.compile(
+        r"(?:.{0,200}?(?<![A-Za-z_])(?i:rank)[ =:_#-]{0,2}(?P<rank>\d{1,6})\b)?.{0,200}?"
+        r"(?:\b[Tt]hread (?P<one>['\"]?[\w.<> -]{1,80}?['\"]?)(?: \(\w{1,40}\))?:? "
+        r"(?:(?:call )?stack(?: ?trace)?|traceback)|"
+        r"\b(?i:(?:call )?stack(?: ?trace)?|traceback) (?:of|for) (?:the )?[Tt]hread "
+        r"(?P<other>['\"]?[\w.<> -]{1,80}?['\"]?)(?: \(\w{1,40}\))?):\s*$"
+    ),
+    innermost_last=True,
+)
 _FORMS = (_FAULTHANDLER, _PY_SPY, _GDB, _LOOP, _PYSTACK, _WATCHS)
+_OF_LOGS = (_FAULTHANDLER, _LOOP, _WATCHS)  # that a process writes itself
 
 
 @dataclass
@@ -356,6 +357,7 @@ def _of_text(text: str, name: str) -> list[Dump]:
     dumps: list[Dump] = []
     steps = Steps()  # since the last of them
     named, heading = _rank_in_name(name), None
+    watched: int | None = None  # whose stack of a thread its own watch writes
     writers: dict[tuple[int | None, str], _Writer] = {}
     labels: dict[str, None] = {}
     lines = (
@@ -377,12 +379,15 @@ def _of_text(text: str, name: str) -> list[Dump]:
             headings += 1
             writers.pop((heading, ""), None)
             continue
-        if (found := _WATCHS.thread.match(line)) and found["rank"]:
-            heading = int(found["rank"])
+        if line[:1].strip():  # no frame
+            may_be = "hread" in line and line.rstrip().endswith(":")
+            found = _WATCHS.thread.match(line) if may_be else None
+            watched = int(found["rank"]) if found and found["rank"] else None
         if found := _HOST_HEADING.match(line):
             host = found[1]
             continue
         rank = named if heading is None else heading
+        rank = rank if watched is None else watched
         if prefix := _PREFIX.match(line):
             rank = int(prefix[1] or prefix[2] or prefix[3])
             line = line[prefix.end() :]
@@ -410,7 +415,7 @@ def _of_text(text: str, name: str) -> list[Dump]:
         if dump := writers.setdefault((rank, label), _Writer()).take(line):
             awaits_thread = False
             dump.rank, dump.file = rank, name + label
-            dump.in_name = prefix is None and heading is None
+            dump.in_name = prefix is None and heading is None and watched is None
             dump.local_rank = said_of.local_rank
             if said_of.rank is not None:
                 dump.rank, dump.in_name = said_of.rank, False
@@ -419,7 +424,12 @@ def _of_text(text: str, name: str) -> list[Dump]:
             dump.cite = f"{safe(name, 200)}:{number}"
             dumps.append(dump)
             steps.begin()
-        elif dumps and line[:1].strip() and steps.go_on(line):
+        elif (
+            dumps
+            and dumps[-1].form in _OF_LOGS
+            and line[:1].strip()
+            and steps.go_on(line)
+        ):
             dumps.clear()
             writers.clear()
     return dumps

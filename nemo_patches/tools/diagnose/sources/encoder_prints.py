@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from nemo_patches.judging.kinds import OF_TRAINING
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Finding
-from nemo_patches.tools.diagnose.sources.hearsay_lines import Steps
+from nemo_patches.tools.diagnose.sources.hearsay_lines import Steps, ranks_named_in
 from nemo_patches.tools.diagnose.sources.lines import (
     BEFORE_MESSAGE,
     MOST_KEPT,
@@ -66,13 +66,18 @@ _RAN_OUT = re.compile(
     r"(?i)\bno (?:more|further) (?:training )?(?:batch(?:es)?|data|samples?)\b(?! (?:load|work))|"
     r"\b(?:ran |is |am )?out of (?:training )?(?:batches|data|samples)\b|"
     r"\b(?:data ?loader|iterator|data ?set|shards?) (?:is |was |has been )?exhausted\b|"
+    r"\b(?:data(?: ?loader|set)?|iterator|shards?|batches) (?:has |have |is |are )?end(?:ed|s)?\b|"
+    r"\bend of (?:(?:its|the|my|all) )?(?:data(?: ?loader|set)?|iterator|shards?|batches)\b|"
     r"\b(?:leaving|leaves|left|exit(?:s|ing|ed)) the (?:train(?:ing)? )?loop\b|"
     r"\btrain(?:ing)? loop (?:is |was )?(?:left|exited|over)\b|"
     r"\bkeine weiteren (?:batches|daten)|没有更多数据|没有更多批次|"
     r"没有更多batch|数据读完|数据已读完|数据耗尽|数据已耗尽|数据用完"
 )
 _IS_DONE = re.compile(r"(?i)\b(?:done|finish\w*|complet\w*|exit\w*|fertig)\b|完成|结束")
-WORDS_OF_AN_END = ("o more ", "o further ", "ut of ", "xhausted", " loop", "weiteren ")
+WORDS_OF_AN_END = (
+    *("o more ", "o further ", "ut of ", "xhausted", " loop", "weiteren ", "oader end"),
+    *(" ended", "end of "),
+)
 _TYPED = ("$ ", "# ", "+ ")  # how a command begins, which no rank printed
 _MOST_LINES, _MOST_ALONE = 8, 3  # of a rank: its last, and of these that are shown
 _MOST_AFTER = 4  # lines of a rank that has run out: where it waits
@@ -197,6 +202,9 @@ class EncoderPrints:
         elif rank >= 0:
             self._labelled.add(rank)
             self._see(rank, line)
+        elif _may_be_an_end(text) and _RAN_OUT.search(text):
+            ranks = ranks_named_in(text)
+            self._ran_out |= dict.fromkeys(ranks if len(ranks) == 1 else (), line)
         elif self._seen:
             self._is_silent |= self._pauses(text)
             self._is_silent &= not self._steps.go_on(text)
@@ -234,7 +242,7 @@ class EncoderPrints:
         self._pauses(line.text)
         self._is_silent = False
         self._steps.begin()
-        if rank in self._ran_out:
+        if rank in self._ran_out and "ProcessGroup" not in line.text:
             self._after[rank] += 1
             if self._after[rank] > _MOST_AFTER:
                 del self._ran_out[rank]
@@ -289,6 +297,11 @@ class EncoderPrints:
     def printed(self) -> dict[int, str]:
         """By rank, its last line that was read, quoted."""
         return {rank: _quoted(line) for rank, line in self._seen.items()}
+
+    @property
+    def ran_out(self) -> dict[int, str]:
+        """By rank, its line that says that it has no more batches, quoted."""
+        return {rank: _quoted(line) for rank, line in self._ran_out.items()}
 
     @property
     def alone(self) -> dict[int, str]:

@@ -20,6 +20,9 @@ _IN_TABLE = re.compile(
 _ADDRESS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
 
 
+_GONE = "fallen off the bus"
+
+
 class GpuLines:
     """Of one launch. A GPU's number is where it is on the bus, as NCCL writes that."""
 
@@ -27,8 +30,10 @@ class GpuLines:
         self._found = found
         # By host or address, and number: the rank, and of how many ranks, 0 if not told
         self._ranks: dict[tuple[str, int], tuple[int, int]] = {}
+        self._processes: list[tuple[int, int, int]] = []  # ids, ranks, of how many
         # Numbers, their hosts or addresses if told, and what is told
         self._failed: list[tuple[int, set[str], str, Line]] = []
+        self._gone: set[int] = set()  # numbers of GPUs that are there no more
         self._entry: dict[str, str] = {}  # of the table of devices
         self._lost: dict[tuple[str, int], Line] = {}
         # Of HCCL's processes by id: its rank and device in the largest group; its address
@@ -39,14 +44,22 @@ class GpuLines:
 
     def take_gpu(self, both: re.Match[str], line: Line) -> None:
         if both["rank"]:
-            self._note(
-                both["of"], int(both["bus"], 16), int(both["rank"]), int(both["size"])
-            )
+            rank, size = int(both["rank"]), int(both["size"])
+            self._note(both["of"], int(both["bus"], 16), rank, size)
+            if len(self._processes) < MOST_KEPT:
+                self._processes.append((int(both["pid"]), rank, size))
             return
-        domain, bus, device = (int(part, 16) for part in both["pci"].split(":")[:3])
-        text = f"the kernel: {shown(both['what'])}"
+        at = both["pci"] or both["handle"]
+        domain, bus, device = (int(part, 16) for part in at.split(":")[:3])
+        text = f"the kernel: {shown(both['what'] or '')}"
+        if both["smis"]:
+            text = f"nvidia-smi: {shown(both['smis'])}"
         hosts = {_short(both["on"])} if both["on"] else set()
-        self._fail(domain << 20 | bus << 12 | device << 4, hosts, text, line)
+        number = domain << 20 | bus << 12 | device << 4
+        self._fail(number, hosts, text, line)
+        # Until the host starts anew; a log with hosts' names may go back behind that.
+        if both["smis"] or (_GONE in text and not hosts):
+            self._gone.add(number)
 
     def take_device(self, found: re.Match[str], line: Line) -> None:
         """The server stands before its devices, and a device's rank behind it."""
@@ -120,6 +133,19 @@ class GpuLines:
         for host, _, rank in self._of_job():
             self._found.note_names({host: {rank}})
 
+    def name_processes(self) -> None:
+        """Call before anything is told of a process by its id."""
+        job = max((size for *_, size in self._processes), default=0)
+        of_job = {(pid, rank) for pid, rank, size in self._processes if size == job}
+        ranks = [rank for _, rank in of_job]
+        is_more = (
+            max(self._found.ranks(), default=0) >= job or self._found.world_size > job
+        )
+        # Else it is a group's, and several groups have such a rank.
+        if len(set(ranks)) == len(ranks) and not is_more:
+            for pid, rank in of_job:
+                self._found.note_pid(pid, rank)
+
     def _of_job(self) -> list[tuple[str, int, int]]:
         """Hosts, their GPUs' numbers, and the ranks."""
         job = max((size for _, size in self._ranks.values()), default=0)
@@ -129,9 +155,9 @@ class GpuLines:
             if size == job
         ]
 
-    def finish(self) -> None:
-        """A rank whose CUDA error the kernel explains; or, where others waited in vain, one that
-        says nothing itself.
+    def finish(self, is_finished: bool) -> None:
+        """A rank whose CUDA error the kernel explains; or one that says nothing itself, where
+        others waited in vain, or the job has not finished and that GPU is there no more.
         """
         self._name_lost()
         of_job = self._of_job()
@@ -155,7 +181,9 @@ class GpuLines:
             if self._found.has_cuda_error(rank):
                 # The last one: a kernel's log goes back for months.
                 why[rank] = f"a consequence of its GPU's error, by {text} [{line.cite}]"
-            elif waited and rank not in self._found.ranks():
+                continue
+            is_gone = number in self._gone and not is_finished
+            if (waited or is_gone) and rank not in self._found.ranks():
                 condition = Condition(conditions.TOLD_ABSENT, text)
                 self._found.add(rank, condition, line, own=False)
         for rank, text in why.items():

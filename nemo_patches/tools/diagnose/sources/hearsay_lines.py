@@ -34,6 +34,9 @@ A_NAME = "a name"
 # Where the job's size is not known: larger numbers are process ids.
 _MOST_RANK = 1 << 12
 _MOST_PROCESSES = 64
+_LONGEST_QUOTE = 200  # characters
+# What a logger of C++ writes before a message: where in its source that is
+_OF_SOURCE = re.compile(r"^.{0,300}?\w\.(?:cc|cpp|cu|h):\d{1,6}\] (?=\S)")
 _MOST_STEPS_AFTER = 1  # a rank that has gone stops the others within a step
 
 # Who, its number, words that change neither who nor whether, what became of it, and no word after
@@ -601,7 +604,10 @@ class HearsayLines:
             named = self._found.ranks_named(told.line.text)
             if told.needs == A_HANG and not has_ended:
                 continue
-            text = told.line.text.strip()[:200]
+            text = told.line.text.strip()
+            if len(text) > _LONGEST_QUOTE:
+                text = _OF_SOURCE.sub("", text)
+            text = text[:_LONGEST_QUOTE]
             condition = Condition(told.kind, text)
             if told.needs == A_NAME and not named:
                 condition = Condition(conditions.HINT, text)

@@ -134,6 +134,7 @@ class Launch:
         is_in_traceback = self.tracebacks.goes_on or "Traceback (most" in line.text
         self._prints.take(line, is_in_traceback)
         self._c10d.take_step(line)
+        self.ends.take_step(line.text)
         before = len(self.found.facts)
         is_end = self._apply_rows(line)
         self.tracebacks.take(line)
@@ -276,6 +277,7 @@ class Launch:
 
     def finish(self, evidence: Evidence) -> None:
         self._stalls.finish()
+        self._gpus.name_processes()
         self.ends.finish()
         self.tracebacks.finish()
         self.found.tell_ranks_of_faults()
@@ -292,8 +294,9 @@ class Launch:
         self.found.tell_ranks_of_named()
         if self.found.several_hosts:
             self._prints.leave_out_labels()
-        self._gpus.finish()
+        self._gpus.finish(self.ends.is_finished)
         evidence.printed |= self._prints.printed
+        evidence.ran_out |= self._prints.ran_out
         evidence.alone |= self._prints.alone
         self._c10d.finish(evidence, self._by_file)
         self.ends.leave_out_overcome()

@@ -18,6 +18,7 @@ from nemo_patches.tools.diagnose.rank_facts import (
     Fact,
     ProcessRank,
 )
+from nemo_patches.tools.diagnose.sources.hearsay_lines import Steps
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.rows import Row
@@ -123,9 +124,9 @@ class LauncherLines:
         self._ray_signal = ""  # of others
         self._per_node = 0  # ranks, by the configuration
         self._ray_died: list[tuple[int, str]] = []  # ranks, and the lines that tell it
-        self._hung_in = (
-            ""  # the last file in which a watch of the job's own tells of a hang
-        )
+        # The last file in which a watch of the job's own tells of a hang; steps since then
+        self._hung_in = ""
+        self._steps = Steps()
         self._mpi_rank: int | None = None  # whose exit code may follow
         # By SIGTERM, says srun; Slurm's reason may follow.
         self._terminated: list[tuple[str, Line]] = []
@@ -190,13 +191,11 @@ class LauncherLines:
 
     def take_hang(self, found: re.Match[str], line: Line) -> None:
         self._hung_in = line.file
+        self._steps.begin()
 
-    def take_abort(self, found: re.Match[str], line: Line) -> None:
-        """Its program has asked for it: as one that waited may, in a job that hung."""
-        hung = self._found.is_over or self._hung_in == line.file
-        kind = conditions.ABORTED if hung else conditions.FAILED
-        text = "it called MPI_Abort, says mpirun"
-        self._tell(Condition(kind, text), line, int(found["rank"]))
+    def take_step(self, text: str) -> None:
+        if self._hung_in and self._steps.go_on(text):
+            self._hung_in = ""
 
     def take_finished(self, found: re.Match[str], line: Line) -> None:
         self._end_ray()  # it died before this
@@ -370,6 +369,9 @@ class LauncherLines:
                 return
             text = f"{condition.text}, after training had come to its end [{done.cite}]"
             condition = Condition(conditions.FAILED, text)
+        elif condition.kind == conditions.FAILED and self._hung_in == line.file:
+            # By that watch, whichever rank it is in
+            condition = replace(condition, kind=conditions.ABORTED)
         clock = clock if at else ""
         self._found.note(Fact(rank, condition, line.cite, at, clock, own=False), line)
 

@@ -282,6 +282,7 @@ class _Reading:
         evidence.begins |= told.begins
         evidence.findings += told.findings
         evidence.printed |= told.printed
+        evidence.ran_out |= told.ran_out
         evidence.alone |= told.alone
         evidence.cure = found.cure
         evidence.idle |= found.idle

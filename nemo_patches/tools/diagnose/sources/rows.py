@@ -643,7 +643,8 @@ ROWS = (
         "MPI_A",
         r"(?:MPI_ABORT was invoked on rank (?=\d{1,7} in communicator MPI_COMM_WORLD)|"
         r"called MPI_Abort\(MPI_COMM_WORLD, -?\d{1,9}\) - process )(?P<rank>\d{1,7})",
-        reader="abort",
+        FAILED,
+        "it called MPI_Abort, says mpirun",
     ),
     _end(
         "xit Code|exitCode|exit code|exited with code|Exited (",
@@ -861,11 +862,14 @@ ROWS = (
         reader="ras_rank",
     ),
     _row(
-        "busId|Xid (PCI",
-        r"(?P<of>\S{1,200}):\d{1,9}:\d{1,9} \[\d{1,3}\] NCCL INFO (?:\w{1,40} )?comm \S{1,40} rank"
-        r" (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7}) .{0,80}\bbusId (?P<bus>[0-9a-f]{1,12})\b|"
+        "busId|Xid (PCI|the device handle",
+        r"(?P<of>\S{1,200}):(?P<pid>\d{1,9}):\d{1,9} \[\d{1,3}\] NCCL INFO (?:\w{1,40} )?comm "
+        r"\S{1,40} rank (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7}) .{0,80}"
+        r"\bbusId (?P<bus>[0-9a-f]{1,12})\b|"
         r"(?:(?P<on>\S{1,200}) kernel: .{0,40})?NVRM: (?P<what>Xid"
-        r" \(PCI:(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}).{1,200})",
+        r" \(PCI:(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}).{1,200})|"
+        r"(?P<smis>Unable to determine the device handle for GPU ?(?:\d{1,3}: ?)?"
+        r"(?P<handle>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}).{1,200})",
         reader="gpu",
     ),
     _row(

@@ -47,6 +47,7 @@ from nemo_patches.tools.diagnose.thread_places import (
 )
 from nemo_patches.tools.diagnose.verdicts import CHILD, LOADER, LOCK
 
+NOTES = "stacks in notes"
 KIND = "stacks"
 _LARGEST = 1 << 26  # bytes of a file; of a larger one its end
 _MOST_RANK = 1 << 20
@@ -75,6 +76,19 @@ def recognises(name: str, head: bytes) -> bool:
     if head.lstrip()[:1] in (b"{", b"[") and _JSON_MARK.search(head):
         return True
     return dumps.tells(head) or (bool(_LOG_NAMES.search(name)) and b"\0" not in head)
+
+
+def read_notes(files: Sequence[Path], evidence: Evidence) -> None:
+    """Of prose, in which stacks may be examples: those of processes that logs know."""
+    told = Evidence(rank_of_pid=evidence.rank_of_pid)
+    read(files, told)
+    known = {
+        fact.rank
+        for fact in told.facts
+        if isinstance(fact.value, ProcessRank)
+        and evidence.rank_of_pid.get(fact.value.pid) == fact.rank
+    }
+    evidence.facts += [fact for fact in told.facts if fact.rank in known]
 
 
 def read(files: Sequence[Path], evidence: Evidence) -> None:
