@@ -33,6 +33,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
     SourceFile,
+    evaluates,
 )
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
@@ -115,6 +116,7 @@ class Interpreter:
         hook = last_part(definition.name)
         # Whether its layers are called for a backward pass.
         self.trained = hook == "forward" or definition.owner is None
+        self.trained &= not evaluates(definition)
         of_trainer = hook in knowledge.HOOKS and definition.owner is not None
         self.in_hook = of_trainer and (hook == "__del__" or "trains" in file.subjects)
 
@@ -359,7 +361,7 @@ class Interpreter:
         env = {**self.file.start(called, given), **own}
         inner = Interpreter(self.visitors, self.file, called, env, self.depth + 1)
         inner.apart = self.apart
-        inner.trained = self.trained
+        inner.trained = self.trained and not evaluates(called)
         self.file.being_read.append(called)
         inner.block(called.node.body)
         self.file.being_read.pop()

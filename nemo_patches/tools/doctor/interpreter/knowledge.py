@@ -369,6 +369,7 @@ OF_WRAPPERS = {
 }
 # Context managers in which rank 0 goes first, and the others wait at a barrier.
 FIRST = words("main_process_first local_main_process_first")
+WITHOUT_GRADIENTS = r"\b(no_grad|inference_mode|set_grad_enabled\(False)"
 # What lets ranks end a loop one after another.
 JOINS = r"(\bJoin|\.join|join_uneven_inputs)\("
 # Calls of torch.distributed from one rank to another, and what a rank does in them.

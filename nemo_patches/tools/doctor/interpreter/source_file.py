@@ -410,6 +410,16 @@ def is_decorated(definition: Definition, by: str) -> bool:
     return any(dotted(getattr(each, "func", each)).endswith(by) for each in every)
 
 
+@lru_cache(maxsize=1000)
+def evaluates(definition: Definition) -> bool:
+    """Whether no backward pass begins at what it computes."""
+    attributes = {each.attr for each in nodes(definition.node, ast.Attribute)}
+    decorators = getattr(definition.node, "decorator_list", [])
+    return ("eval" in attributes and "backward" not in attributes) or any(
+        re.search(knowledge.WITHOUT_GRADIENTS, ast.unparse(each)) for each in decorators
+    )
+
+
 def is_property(definition: Definition) -> bool:
     return is_decorated(definition, "property")
 
