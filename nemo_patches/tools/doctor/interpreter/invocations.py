@@ -167,8 +167,12 @@ def _pass_on(reader: Interpreter, call: calls.Call) -> None:
     """What is given a function of this file may call it, and make its collectives."""
     for each in (*call.args, *call.given.values()):
         own = function_of(each.ref)
-        if own and any(of_kind(items_of(reader, own), Collective)):
-            reader.items.append(Unseen(own.name))
+        items = items_of(reader, own) if own else []
+        if isinstance(each.ref, ast.Lambda):
+            with reader.inside() as items:
+                _lambda(reader, each.ref, replace(call, args=[]))
+        if any(of_kind(items, Collective)):
+            reader.items.append(Unseen(own.name if own else call.name))
 
 
 def _hand_over(reader: Interpreter, call: calls.Call) -> None:
