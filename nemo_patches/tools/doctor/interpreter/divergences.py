@@ -38,6 +38,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     UNUSED,
     Collective,
     Decision,
+    Exit,
     MessageKind,
     PeerMessage,
     Tried,
@@ -425,7 +426,8 @@ class WaysCompared:
                 if condition.value.level != VARIES or tried.harmless:
                     continue
                 missing: list[Event] = []
-                for when in Moment:
+                signals = _is_signal(condition.text, tried)
+                for when in (Moment.RAISED,) if signals else Moment:
                     way = self._follow(undecided, (tried, number, when))
                     if when is not Moment.RAISED or self._differ_in(way.thrown):
                         missing = missing or difference(self._usual, way)
@@ -606,6 +608,12 @@ def _of_all(event: Event) -> bool:
     """Whether it is made after an error that all ranks have."""
     asked = " ".join(each for each in event.guards if not each.startswith("not "))
     return not knowledge.ALL_RANKS.isdisjoint(re.findall(r"\w+", asked))
+
+
+def _is_signal(text: str, tried: Tried) -> bool:
+    """Whether it is no failure, and comes only where the block raises it: TrialPruned."""
+    raised = {each.text for each in of_kind(tried.body, Exit)}
+    return f"raise {text}" in raised and not text.endswith(("Error", "Exception"))
 
 
 def _made(events: Iterable[Event]) -> tuple[Collective, ...]:

@@ -220,7 +220,12 @@ class Way:
                 each.behind(ways_out) for each in self.events[first:]
             ]
             already = outer.get(BlockEnd.RETURN, ())
-            self._left = {**outer, BlockEnd.RETURN: (*already, *returned)}
+            raised = self._left[BlockEnd.RAISE]
+            self._left = {
+                **outer,
+                BlockEnd.RAISE: raised,
+                BlockEnd.RETURN: (*already, *returned),
+            }
             if end is BlockEnd.RETURN:
                 self._leave(end)
         return self._otherwise(item, end, broken)
