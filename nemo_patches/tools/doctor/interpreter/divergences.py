@@ -370,8 +370,9 @@ class WaysCompared:
 
     def _by_data(self) -> Iterator[Divergence]:
         for each in self.conditions[:_MOST_TESTS]:
-            guess = self._guess_of_batches(each)
-            varies = each.value.level == VARIES or self._is_gathered(each)
+            gathered = self._is_gathered(each)
+            guess = "" if gathered else self._guess_of_batches(each)
+            varies = each.value.level == VARIES or gathered
             if guess or (varies and not each.value.has("rank")):
                 yield from self._by_test(each, guess=guess)
 

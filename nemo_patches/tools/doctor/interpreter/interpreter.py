@@ -325,6 +325,8 @@ class Interpreter:
         unlike = value.level == VARIES and value.count in (UNKNOWN, DATA)
         if named and value.level >= DATA and (alike or unlike):
             return replace(value, level=UNKNOWN).tagged("lacks")  # whether it has any
+        if named and value.count == VARIES and not value.has("keyed", "object"):
+            return replace(value, level=VARIES)  # whether a list has any
         if value.level != DATA or isinstance(node, asked):
             return value
         if isinstance(node, ast.Call):
