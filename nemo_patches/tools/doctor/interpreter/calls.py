@@ -265,6 +265,7 @@ def _entries(call: Call, value: Abstract) -> Abstract:
     key = Abstract(DATA) if call.owner.has("keyed") else Abstract()
     inner = item_of(value, text_of(call.node))
     item = {"keys": key, "items": replace(inner, parts=(key, inner))}.get(call.last)
+    value = value.tagged("set") if call.owner.has("set") else value
     return replace(value, count=count, item=item)
 
 

@@ -89,6 +89,7 @@ class Interpreter:
         self.loops = 0
         # What differs by this function's own word: it gathers it, or its length, in these lines.
         self.gathered: dict[str, int] = {}
+        self.unordered = False  # in a loop over a set
         self.of_items = 0  # loops over what one batch has
         self.meanings: dict[str, str] = {}  # what a name was set to that may be a test
         self.unsynced = False  # within no_sync
@@ -161,6 +162,7 @@ class Interpreter:
             whole = self.of(target.value)
             put = replace(joined(value, whole), at=None, count=whole.turns, item=None)
             put = replace(put, entries=whole.entries, ref=None)
+            put = put.tagged("set") if self.unordered and whole.has("grows") else put
             if whole.has("grows") and self.chosen == VARIES:
                 put = replace(put, level=VARIES, count=VARIES)
             if isinstance(target, ast.Subscript):

@@ -229,6 +229,8 @@ def _keep(reader: Interpreter, call: calls.Call) -> None:
         ):  # what it holds varies, not how many
             taken = replace(call.owner, count=UNKNOWN)
         reader.set(held, taken)
+    if call.last == "sort" and held:
+        reader.set(held, call.owner.without("set"))
     name = held or call.name
     given = mixed([*call.args, *call.given.values()])
     known = reader.env.get(name)
@@ -320,6 +322,7 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
     if chosen:
         count = VARIES
     added = replace(added, level=VARIES if chosen else added.level, count=count)
+    added = added.tagged("set") if reader.unordered else added
     reader.set(name, added.tagged("even") if reader.sized else added)
     if owner.has("concatenated", "listed"):
         each = owner.has("listed")

@@ -297,7 +297,7 @@ OF_FORM = words("""
 PLAUSIBLE = GRADIENTS | words("""
     bad corrupt empty finite inf invalid nan stop stopped stopper stopping valid
     """)
-PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
+PASSED_ON = words("deque enumerate fromkeys iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 TEXTS = words("classes columns fields key keys labels name names")
 OF_SETS = words("copy difference intersection symmetric_difference union")

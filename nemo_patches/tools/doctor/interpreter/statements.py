@@ -312,7 +312,10 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     of_items = iterated.level >= DATA and drawn.level >= DATA and not keys
     of_items = of_items and not is_loader(text_of(node.iter))
     reader.of_items += of_items
+    outer = reader.unordered
+    reader.unordered = iterated.has("set")
     items = _turns(reader, node, iterated.turns, drawn)
+    reader.unordered = outer
     reader.of_items -= of_items
     reader.ranges.pop(getattr(node.target, "id", ""), None)
     _loop(reader, condition, items, node, behind=behind)
