@@ -274,7 +274,7 @@ class WaysCompared:
         self.name = reader.definition.name
         self.items = reader.items
         self.job = reader.file.members.job
-        by_key = {each.key: each for each in conditions_in(self.items)}
+        by_key = {each.asked: each for each in conditions_in(self.items)}
         self.conditions = list(by_key.values())
 
     def divergences(self, said: set[object]) -> Iterator[Divergence]:
@@ -389,7 +389,7 @@ class WaysCompared:
     ) -> Iterator[Divergence]:
         """Of the ways on which it holds and does not."""
         one, other = (
-            self._follow(either(condition.key, holds), by_rank=by_rank)
+            self._follow(either(condition, holds), by_rank=by_rank)
             for holds in (True, False)
         )
         yield from self._compared(one, other, [condition], by_rank=by_rank, guess=guess)
@@ -473,8 +473,8 @@ class WaysCompared:
             missing = _not_served(way, other, missing)
         else:
             missing = [each for each in missing if self._tells(each, conditions, guess)]
-        keys = {each.key for each in conditions}
-        every = [each for each in conditions_in(self.items) if each.key in keys]
+        keys = {each.asked for each in conditions}
+        every = [each for each in conditions_in(self.items) if each.asked in keys]
         ended = way.raised or other.raised
         if every and not missing and not ended and not guess:
             unlike = _unlike_gradients(way, other)

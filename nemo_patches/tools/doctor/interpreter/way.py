@@ -408,10 +408,10 @@ def on_member(number: int, members: int) -> Decide:
     return decide
 
 
-def either(key: str, holds: bool) -> Decide:
+def either(asked: Decision, holds: bool) -> Decide:
     """One condition decided, wherever it is asked, and all others left open."""
 
     def decide(condition: Decision) -> Any:
-        return holds if condition.key == key else Open(condition.key)
+        return holds if condition.asked == asked.asked else Open(condition.key)
 
     return decide
