@@ -85,8 +85,10 @@ def _known(call: Call) -> Abstract | None:
     node = call.node
     if last_part(call.origin) == "partial" and call.args:
         return Abstract(ref=call.args[0].ref)
-    if last_part(call.origin) in knowledge.DEALING or (
-        last_part(call.origin) == "islice" and _of_rank(call)
+    if (
+        last_part(call.origin) in knowledge.DEALING
+        or (last_part(call.origin) == "islice" and _of_rank(call))
+        or (call.last == "split" and _mixed(call).has("rounded"))
     ):
         return _dealt(call)
     if call.owner.has("instance") and call.last in knowledge.CONTAINERS:
@@ -182,6 +184,8 @@ def _by_name(call: Call) -> Abstract:
         value = value.tagged("nothing", *new)
     if re.match(knowledge.LAYERS, call.origin):
         value = value.tagged(f"layer at {node.lineno}:{node.col_offset}")
+    if call.last == "ceil":
+        value = value.tagged("rounded")
     if last_part(call.origin) in knowledge.DICTS:
         value = value.tagged("grows")
     if call.name == "dict" or call.last[:1].isupper():

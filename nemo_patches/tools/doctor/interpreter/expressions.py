@@ -205,9 +205,8 @@ def _slice(reader: Interpreter, value: Abstract, node: ast.Slice) -> Abstract:
     sized = any(each.has("sized") for each in bounds.values())
     own = [name for name, each in bounds.items() if reader.by_rank(each)]
     text = text_of(node)
-    unequal = bool(own) and (
-        "step" in bounds or "ceil" in _spelled(reader, node) or "min(" in text
-    )
+    rounded = any(each.has("rounded") for each in bounds.values())
+    unequal = bool(own) and ("step" in bounds or rounded or "min(" in text)
     tags = value.tags & (knowledge.CARRIED | {"agreed", "shape"})
     if sized and not own:
         tags |= {"even"}
@@ -219,12 +218,6 @@ def _slice(reader: Interpreter, value: Abstract, node: ast.Slice) -> Abstract:
         count = SAME if cut else VARIES
     item = Abstract(DATA) if own and value.level < DATA else None
     return Abstract(value.level, tags=tags, count=count, item=item)
-
-
-def _spelled(reader: Interpreter, node: ast.AST) -> str:
-    """Its text, with what its names were set to."""
-    set_to = [reader.meanings.get(name, "") for name in sorted(names_in(node))]
-    return " ".join([text_of(node), *set_to])
 
 
 def _entry(

@@ -390,7 +390,7 @@ METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
     alone counted ddp even file fsdp gradient keyed lacks loader metric named next perhaps random
-    rank sized text
+    rank rounded sized text
     """)
 
 

@@ -165,6 +165,11 @@ class SourceFile:
                     self.handles_alarm |= dotted(each.args[0]).endswith("ALRM")
         # Whether DDP waits for the gradient of each parameter of a class of this file.
         self.used_whole = False
+        self.spawned = {  # functions whose first argument is the rank
+            dotted(each.args[0])
+            for each in nodes(tree, ast.Call)
+            if dotted(each.func).endswith("spawn") and each.args
+        }
         self.calls = Counter(dotted(each.func) for each in nodes(tree, ast.Call))
         self.work = 0
 
@@ -246,11 +251,15 @@ class SourceFile:
         ):
             reduced = knowledge.REDUCED
         args = definition.node.args
+        ranks = _ranks(definition.node)
+        if definition.name in self.spawned:
+            ranks |= {each.arg for each in args.args[:1]}
         for argument, default in _arguments(args):
             if argument.arg in reduced:
                 env[argument.arg] = AGREED
                 continue
-            value = given.get(argument.arg) or self._argument(argument, default)
+            said = self.source("rank" if argument.arg in ranks else argument.arg)
+            value = given.get(argument.arg) or said or self._argument(argument, default)
             if definition.name.endswith(".__init__") and "optional" not in value.tags:
                 value = replace(value, level=min(value.level, UNKNOWN))
             if not given:
@@ -296,9 +305,6 @@ class SourceFile:
 
     def _argument(self, argument: ast.arg, default: ast.expr | None) -> Abstract:
         name = argument.arg
-        said = self.source(name)
-        if said is not None:
-            return said
         types = {last_part(dotted(each)) for each in ast.walk(argument)}
         optional = isinstance(default, ast.Constant)
         tensor = "Tensor" in types
@@ -392,6 +398,18 @@ def _prepared(function: ast.AST) -> set[str]:
         if prepares(call)
         for argument in call.args
     }
+
+
+@lru_cache(maxsize=1000)
+def _ranks(function: ast.AST) -> frozenset[str]:
+    """The names that a function gives to init_process_group as its rank."""
+    return frozenset(
+        dotted(each.value)
+        for call in nodes(function, ast.Call)
+        if last_part(dotted(call.func)) == "init_process_group"
+        for each in call.keywords
+        if each.arg == "rank"
+    )
 
 
 def prepares(call: ast.Call) -> bool:
