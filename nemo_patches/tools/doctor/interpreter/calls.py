@@ -15,6 +15,7 @@ from nemo_patches.tools.doctor.interpreter.source_file import SourceFile
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
+    FILLED,
     SAME,
     UNKNOWN,
     VARIES,
@@ -56,6 +57,11 @@ def called(call: Call) -> Abstract:
     kinds = (_of_ranks, _known, _of_items)
     value = next((each for kind in kinds if (each := kind(call)) is not None), None)
     value = _by_name(call) if value is None else value
+    drops = call.given.get("drop_last", Abstract())
+    if call.last == "DataLoader" and drops.decided and "collate_fn" not in call.given:
+        value = value.tagged("fills")
+    if call.owner.has("full") and call.last in knowledge.ALL_ITEMS:
+        value = value.tagged("full")
     if "disable" in call.given and _of_rank(call):  # a bar counts where it is shown
         value = value.with_entry("n", tagged("rank", level=VARIES))
     return value
@@ -74,7 +80,12 @@ def _of_ranks(call: Call) -> Abstract | None:
         if at is not None:
             return replace(mixed(call.args), at=at)
     bare = not node.args and not node.keywords
-    if bare or knowledge.SAID_BY.get(call.last) == "ranks":
+    said = knowledge.SAID_BY.get(call.last)
+    settings = [text_of(each) for each in node.args] == ["args"]  # is_primary(args)
+    if call.last == "get_dist_info":
+        pair = [file.source(each) or Abstract() for each in ("rank", "world_size")]
+        return Abstract(parts=tuple(pair))
+    if bare or (settings and said == "first rank") or said == "ranks":
         return file.source(call.name) or file.by_rank.get(call.last)
     # In a group, which may be that of all ranks.
     in_group = call.last == "get_rank" and call.origin.startswith("torch.distributed")
@@ -91,11 +102,14 @@ def _known(call: Call) -> Abstract | None:
         or (call.last == "split" and _mixed(call).has("rounded"))
     ):
         return _dealt(call)
+    if last_part(call.origin) in knowledge.EVEN_SAMPLERS:
+        return Abstract(count=SAME, item=Abstract(DATA))
     if call.owner.has("instance") and call.last in knowledge.CONTAINERS:
         return call.owner  # model.cuda()
     if re.match(knowledge.METRICS, call.origin):
         without = [each.arg for each in node.keywords if constant(each.value) is False]
-        return tagged("one device" if "sync_on_compute" in without else "metric")
+        alone = "sync_on_compute" in without or mixed(call.args).has("one device")
+        return tagged("one device" if alone else "metric")
     if call.origin == "logging.getLogger":
         return Abstract(ref=text_of(node))
     made = knowledge.MAKERS.get(last_part(call.origin))
@@ -121,7 +135,17 @@ def _known(call: Call) -> Abstract | None:
         own = any(each.level == DATA for each in (call.owner, *call.args))
         # Of a file that this rank's data name, no two ranks ask.
         return Abstract(VARIES) if own else tagged("file", level=VARIES)
-    return AGREED if parts_of(call.last) & knowledge.AGREEING else None
+    return AGREED if _sounds_agreed(call) else None
+
+
+def _sounds_agreed(call: Call) -> bool:
+    """Not where it gathers, scatters or reduces along a dimension of a tensor."""
+    first = call.args[0] if call.args else Abstract()
+    along = first.at is not None and isinstance(first.at[0], int)
+    along = along and len(call.args) > 1
+    along = along or "index" in call.given
+    local = along or re.match(knowledge.OF_ONE_RANK, call.origin)
+    return bool(parts_of(call.last) & knowledge.AGREEING) and not local
 
 
 def _of_rank(call: Call) -> bool:
@@ -171,10 +195,14 @@ def _by_name(call: Call) -> Abstract:
         varies = (first.turns >= DATA and not of_all) or (
             first.has("letter") and first.level == DATA
         )
-        level = VARIES if varies else SAME
-        return replace(value, level=level, count=first.count).without("gradient")
+        value = replace(value, level=VARIES if varies else SAME, count=first.count)
+        own = ["file"] if first.count == VARIES else []  # not what a folder has
+        return value.without("gradient", *own)
     by_function = isinstance(node.func, ast.Name) or call.last == "tolist"
     enough = DATA if by_function else UNKNOWN
+    asked = [constant(each) for each in node.args]
+    if call.name.endswith(".size") and call.owner.has("full") and asked == [0]:
+        return Abstract()
     if call.last in knowledge.READ_OFF and value.level >= enough:
         value = replace(value, level=VARIES).without("gradient", "next")
     if call.origin in knowledge.NEW_TENSORS and all(
@@ -182,12 +210,17 @@ def _by_name(call: Call) -> Abstract:
     ):
         new = [] if "requires_grad" in call.given else ["new"]
         value = value.tagged("nothing", *new)
+    given = [*call.args, *call.given.values()]
+    if call.last in knowledge.SIZED and any(each.level for each in given):
+        value = value.tagged("own_size")
     if re.match(knowledge.LAYERS, call.origin):
         value = value.tagged(f"layer at {node.lineno}:{node.col_offset}")
     if call.last == "ceil":
         value = value.tagged("rounded")
     if last_part(call.origin) in knowledge.DICTS:
-        value = value.tagged("grows")
+        value = value.tagged("grows", *(f"{FILLED}{each}" for each in call.given))
+        if any(each.has("keyed") for each in call.args):
+            value = replace(value, count=VARIES)
     if call.name == "dict" or call.last[:1].isupper():
         value = replace(value, entries=tuple(call.given.items())).tagged("object")
         if call.name != "dict":  # what an object decides is in what it is asked
@@ -203,7 +236,6 @@ def _by_name(call: Call) -> Abstract:
         return replace(value, count=count).tagged("next")
     if call.last in knowledge.SELECTING and len(call.args) > 1:
         return replace(value, count=call.args[1].turns)
-    given = [*call.args, *call.given.values()]
     if call.last == "DataLoader" and any(each.count == VARIES for each in given):
         return replace(value, count=VARIES)
     return replace(value, count=UNKNOWN) if is_loader(text_of(node)) else value
@@ -219,7 +251,7 @@ def _mixed(call: Call) -> Abstract:
     keeps = call.last in knowledge.CONTAINERS
     if call.last == "deepcopy":  # of a model before it is wrapped, mostly
         value = value.without("ddp")
-    return value if keeps else value.without("ddp", "fsdp", "metric")
+    return value if keeps else value.without("ddp", "fsdp", "metric", "@engine")
 
 
 def _of_items(call: Call) -> Abstract | None:
@@ -285,4 +317,5 @@ def item_of(value: Abstract, text: str) -> Abstract:
     elif level == UNKNOWN and parts_of(text) & knowledge.MODEL:
         level = SAME
     batch = {"batch"} if is_loader(text) else set[str]()
+    batch |= {"full"} if value.has("fills") else set()
     return Abstract(level, tags=value.tags & knowledge.CARRIED | batch)

@@ -145,20 +145,27 @@ def name_by_batch(call: Call) -> Decision | None:
     """
     if call.name not in knowledge.LOGS or not call.node.args:
         return None
+    names = call.args[0]
+    if call.last == "log_dict" and names.has("keyed") and names.count == VARIES:
+        return _named(call.node.args[0], call)
     texts = getattr(call.node.args[0], "values", ())
-    for text, value in zip(texts, call.args[0].parts, strict=False):
+    for text, value in zip(texts, names.parts, strict=False):
         if not isinstance(text, ast.FormattedValue) or value.level < DATA:
             continue
         if knowledge.BATCHES & names_in(text):
-            return Decision(
-                text=text_of(text.value),
-                key=text_of(text.value),
-                value=Abstract(VARIES),
-                kind="name",
-                line=call.node.lineno,
-                end=call.node.end_lineno or 0,
-            )
+            return _named(text.value, call)
     return None
+
+
+def _named(node: ast.expr, call: Call) -> Decision:
+    return Decision(
+        text=text_of(node),
+        key=text_of(node),
+        value=Abstract(VARIES),
+        kind="name",
+        line=call.node.lineno,
+        end=call.node.end_lineno or 0,
+    )
 
 
 def _of_unwrapped(call: Call) -> bool:

@@ -108,6 +108,7 @@ class Kind(Enum):
     SET = "the order of a set"
     THREAD = "a thread that makes collectives beside this one's"
     SIZES = "how much it takes of each rank"
+    BUFFER = "a buffer as large as this rank's batch"
 
 
 # What may be wrong with a collective that something else is wrong with.
@@ -191,6 +192,7 @@ def _read(file: SourceFile) -> list[Interpreter]:
     for definition in file.definitions:
         reader = Interpreter(_VISITORS, file, definition, file.start(definition, {}))
         reader.alarm = functions.decorated_alarm(reader)
+        reader.apart = bool(functions.one_rank(reader, definition))
         reader.block(definition.node.body)
         read.append(reader)
         if definition.owner:
@@ -198,7 +200,8 @@ def _read(file: SourceFile) -> list[Interpreter]:
             file.set_to.setdefault(last_part(definition.name), []).append(
                 reader.returned
             )
-            file.of_classes.append((definition.owner.name, reader.attributes_set))
+            kept = functions.as_kept(reader.attributes_set, alone=reader.apart)
+            file.of_classes.append((definition.owner.name, kept))
     file.attributes = {}
     for of_class, known in file.of_classes:
         file.keep_attributes(of_class, known)
@@ -293,6 +296,8 @@ class WaysCompared:
 
     def _all(self) -> Iterator[Divergence]:
         for kind, made, line in self.reader.found:
+            if kind == "BUFFER" and last_part(self.name) != "forward":
+                continue  # what it is given is not known there
             yield Divergence(
                 function=self.name,
                 kind=Kind[kind],
@@ -557,7 +562,8 @@ class WaysCompared:
             return False
         if guess:
             sharded = "gathers" in made.why and not made.guess
-            return sharded and made.pairs_with in (FORWARD, UNUSED)
+            layer = self.file.lacks_fields and knowledge.LAYER_AT.match(made.pairs_with)
+            return sharded and bool(made.pairs_with in (FORWARD, UNUSED) or layer)
         for each in conditions:
             if each.kind == "for" and each.around(made.line):
                 if each.value.has("keyed"):  # and as many may be others

@@ -38,6 +38,7 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
+    FILLED,
     SAME,
     UNKNOWN,
     VARIES,
@@ -56,6 +57,8 @@ from nemo_patches.tools.doctor.syntax import (
 
 _COMPARING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _BLANK = Abstract()
+_MOST_KEYS = 30  # of a dict that are told apart
+_MOST_FIELDS = 10  # of a batch; a larger number is one of samples or of words
 _BELONGING = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
 
 
@@ -150,7 +153,8 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     if node.attr in knowledge.OF_FORM:
         return tagged("gradient") if node.attr == "grad" else Abstract()
     if node.attr == "shape" and inner.level:
-        return tagged("shape", level=UNKNOWN if inner.count == UNKNOWN else VARIES)
+        level = UNKNOWN if inner.count == UNKNOWN else VARIES
+        return tagged("shape", *inner.tags & {"full"}, level=level)
     wrapped = reader.file.wrapped.get(node.attr, frozenset[str]())
     tags = wrapped | inner.tags & {"@engine", "alone", "file", "named", "object"}
     level = inner.level
@@ -177,9 +181,12 @@ def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
     at = applied(lambda given, where: given[where], [value.at, key.at], text_of(node))
     of_model = isinstance(constant, str) and parts_of(constant) & knowledge.MODEL
     features = value.has("shape") and isinstance(node.slice, ast.UnaryOp)
+    features |= value.has("shape") and value.has("full") and constant == 0
     if at or of_model or features:  # the number of features is the model's
         return Abstract(at=at)
     level = _level_at(value, constant)
+    if key.level >= DATA and not key.has("named"):  # that of an item of this rank's
+        level = max(level, DATA)
     count = value.count if level == VARIES else None
     if reader.by_rank(key):  # this rank's own
         level = max(level, DATA)
@@ -187,9 +194,8 @@ def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
         if value.has("dealt"):
             count = SAME if value.has("even") else VARIES
     tags = value.tags & (knowledge.CARRIED | {"agreed"})
-    full = value.has("batch") and reader.file.fills_batches
-    if full and isinstance(constant, str):
-        tags |= {"full"}
+    if value.has("batch") and isinstance(constant, (int, str)):
+        tags |= value.tags & {"full"}
     return Abstract(level, tags=tags, count=count)
 
 
@@ -209,7 +215,7 @@ def _slice(reader: Interpreter, value: Abstract, node: ast.Slice) -> Abstract:
     unequal = bool(own) and ("step" in bounds or rounded or "min(" in text)
     tags = value.tags & (knowledge.CARRIED | {"agreed", "shape"})
     if sized and not own:
-        tags |= {"even"}
+        tags |= {"share" if "step" in bounds else "even"}
     count = value.count if value.level == VARIES else None
     if unequal and not value.has("even"):
         # Cut off at what the number of ranks divides, all shares are as long.
@@ -275,14 +281,16 @@ def visit_JoinedStr(reader: Interpreter, node: ast.JoinedStr) -> Abstract:
 
 def visit_Dict(reader: Interpreter, node: ast.Dict) -> Abstract:
     values = list(map(reader.of, node.values))
-    pairs = zip(node.keys, values, strict=True)
-    known = tuple(
+    pairs = list(zip(node.keys, values, strict=True))
+    known: tuple[tuple[object, Abstract], ...] = tuple(
         (key.value, each) for key, each in pairs if isinstance(key, ast.Constant)
     )
     entries = known if len(known) == len(values) else ()
-    value = replace(mixed(values), count=SAME, entries=entries)
+    # {**losses, ..}
+    own = any(each.has("keyed") for key, each in pairs if key is None)
+    value = replace(mixed(values), count=VARIES if own else SAME, entries=entries)
     nothing = values and all(each.has("nothing", "const") for each in values)
-    value = value if node.keys else value.tagged("grows")
+    value = value.tagged("grows", *(f"{FILLED}{key}" for key, _ in known[:_MOST_KEYS]))
     return value.tagged("nothing") if nothing else value
 
 
@@ -455,7 +463,7 @@ def _of_form(
     """Whether a comparison asks for the form of something, which is equal on all ranks."""
     sides = [node.left, *node.comparators]
     fields = any(re.fullmatch(r"len\(\w+\)", text_of(each)) for each in sides) and any(
-        isinstance(each, int) and each > 1 for each in constants
+        isinstance(each, int) and 1 < each < _MOST_FIELDS for each in constants
     )
     shapes = any(
         each.has("shape") and isinstance(side, ast.Attribute)

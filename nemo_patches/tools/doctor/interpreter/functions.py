@@ -86,16 +86,22 @@ def call_helper(
     if called in reader.file.being_read or manages(called):
         return Abstract(UNKNOWN)
     given = {} if call is None else given_by(called, call)
+    alone = bool(one_rank(reader, called))
+    outer = reader.apart
+    reader.apart |= alone
     for parameter, value in given.items():
         seen = reader.file.given.setdefault(called, {})
-        seen.setdefault(parameter, []).append(value)
+        # Of what all ranks agreed on, some ranks alone are told here.
+        told = value.without("agreed") if reader.apart else value
+        seen.setdefault(parameter, []).append(told)
     reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
     of_self = reader.owner is not None and called.owner is reader.owner
     own = attributes_in(reader.env) if of_self else {}
     fields = {f"self.{name}": each for name, each in of.entries}
-    inner = _summary(reader, called, {**fields, **given}, own)
+    inner = summary(reader, called, {**fields, **given}, own)
+    reader.apart = outer
     returned = _by_wrappers(reader, called, node, inner.returned)
-    if one_rank(reader, called):
+    if alone:
         return returned
     if inner.items and not inner.yields:
         guess = collectives.guess_of_helper(called, call, reader.file)
@@ -128,6 +134,12 @@ def call_helper(
             reader.set(dotted(expression), after)
     if called.owner and not of_self:
         _keep_set(reader, called.owner, inner)
+    if of_self:
+        reader.found += [
+            (kind, replace(made, line=node.lineno), node.lineno)
+            for kind, made, _ in inner.found
+            if kind == "BUFFER"
+        ]
     if of_self:
         own = attributes_in(inner.env)
         reader.env.update(own)
@@ -168,13 +180,18 @@ def _keep_set(reader: Interpreter, owner: Definition, inner: Interpreter) -> Non
     """
     apart = reader.apart and reader.file.calls[owner.name] < 2  # the only object
     if apart or inner.definition.name.endswith(".__init__"):
-        kept = {
-            name: replace(each, level=VARIES, at=None).tagged("alone")
-            if apart
-            else each
-            for name, each in inner.attributes_set.items()
-        }
+        kept = as_kept(inner.attributes_set, alone=apart)
         reader.file.of_classes.append((owner.name, kept))
+
+
+def as_kept(attributes: Environment, *, alone: bool) -> Environment:
+    """What attributes are behind a method. alone: which some ranks alone call."""
+    if not alone:
+        return attributes
+    return {
+        name: replace(each, level=VARIES, at=None).tagged("alone")
+        for name, each in attributes.items()
+    }
 
 
 def items_of(reader: Interpreter, own: Definition) -> Items:
@@ -186,10 +203,10 @@ def items_of(reader: Interpreter, own: Definition) -> Items:
 def read_alone(reader: Interpreter, own: Definition) -> Interpreter | None:
     if own in reader.file.being_read or reader.depth >= MOST_DEEP:
         return None
-    return _summary(reader, own, {}, {})
+    return summary(reader, own, {}, {})
 
 
-def _summary(
+def summary(
     reader: Interpreter,
     called: Definition,
     given: Mapping[str, Abstract],

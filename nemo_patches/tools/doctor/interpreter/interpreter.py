@@ -155,6 +155,8 @@ class Interpreter:
         self.items = outer
 
     def assign(self, target: ast.expr, value: Abstract) -> None:
+        if value.has("batch"):
+            value = value.tagged(*self.file.full)
         if isinstance(target, (ast.Tuple, ast.List)):
             self._unpack(target, value)
             return
@@ -163,7 +165,7 @@ class Interpreter:
             put = replace(joined(value, whole), at=None, count=whole.turns, item=None)
             put = replace(put, entries=whole.entries, ref=None)
             put = put.tagged("set") if self.unordered and whole.has("grows") else put
-            if whole.has("grows") and self.chosen == VARIES:
+            if whole.has("grows") and self.handles and self.chosen == VARIES:
                 put = replace(put, level=VARIES, count=VARIES)
             if isinstance(target, ast.Subscript):
                 key = self.of(target.slice)
@@ -187,8 +189,10 @@ class Interpreter:
         outlives = isinstance(target, ast.Attribute)
         if outlives:
             value = value.tagged(*self.file.wrapped.get(last, ()))
+            self.note_buffer(name, last, value, target.lineno)
         if outlives or name in self.file.changed:
-            self.file.set_to.setdefault(last, []).append(value)
+            told = value.without("agreed") if self.apart else value
+            self.file.set_to.setdefault(last, []).append(told)
         chosen = self.parted if outlives else self.chosen
         if chosen == VARIES and value.has("const") and not value.has("agreed"):
             value = replace(value, level=VARIES, at=None, count=SAME).tagged("chosen")
@@ -206,7 +210,7 @@ class Interpreter:
         if not whole.has("grows"):
             return whole
         own = key.level >= DATA and not key.has("named")
-        if own or self.chosen == VARIES:
+        if own or (self.handles and self.chosen == VARIES):
             return _of_own_keys(whole)
         return whole.tagged(f"{FILLED}{key.at[0] if key.at else ''}")
 
@@ -220,7 +224,10 @@ class Interpreter:
                 self.assign(each, value.item)
                 continue
             at = applied(lambda column, place=number: column[place], [value.at], "")
-            self.assign(each, replace(value, at=at, item=None, parts=(), ref=None))
+            part = replace(value, at=at, item=None, parts=(), ref=None)
+            if value.has("shape") and value.has("full") and not number:
+                part = Abstract()
+            self.assign(each, part)
 
     def set(self, name: str, value: Abstract) -> None:
         if name != "self":  # the attributes of what it was before
@@ -277,13 +284,15 @@ class Interpreter:
         value = joined(one, other)
         if one == other:
             return value
-        own = condition.value.level >= DATA or condition.value.has("lacks")
-        own = own and not re.search(knowledge.FORM_OF_ITEM, condition.key)
-        if own and self.of_items and _keys_in(one) != _keys_in(other):
+        if self.parts_keys(condition) and _keys_in(one) != _keys_in(other):
             value = _of_own_keys(value)
         if one.ref != other.ref and (_callable(one) or _callable(other)):
             value = replace(value, ref=Choice(condition, one.ref, other.ref))
-        if name == "return" and condition.value.level == VARIES:
+        # A path, or None, by what this rank sees of the files.
+        seen = condition.value.has("file") and one.has("nothing") != other.has(
+            "nothing"
+        )
+        if (name == "return" or (name and seen)) and condition.value.level == VARIES:
             of_files = condition.value.tags & {"file", "random"}
             value = replace(value, level=VARIES).tagged("chosen", *of_files)
         if not self.by_rank(condition.value):
@@ -297,6 +306,23 @@ class Interpreter:
         return replace(value, at=at, level=level, count=value.count or SAME).tagged(
             "alone"
         )
+
+    def parts_keys(self, condition: Decision) -> bool:
+        """Whether ranks have unlike keys in a dict that it decides to fill."""
+        value = condition.value
+        own = self.of_items and (value.level >= DATA or value.has("lacks"))
+        own = own or (value.level == VARIES and not value.has("file"))
+        return own and not re.search(knowledge.FORM_OF_ITEM, condition.key)
+
+    def of_own_keys(self, known: Environment, before: Environment) -> Environment:
+        """The names behind what some turns leave out, as their keys are those of the others."""
+        nothing = Abstract()
+        return {
+            name: _of_own_keys(each)
+            if _keys_in(each) - _keys_in(before.get(name, nothing))
+            else each
+            for name, each in known.items()
+        }
 
     def by_rank(self, value: Abstract) -> bool:
         return value.has("rank") or self.file.members.differ(value.at)
@@ -355,6 +381,15 @@ class Interpreter:
             self.found.append(("ALARM", made, self.alarm))
         if self.held:
             self.found.append(("LOCK", made, self.held))
+
+    def note_buffer(
+        self, name: str, buffer: object, value: Abstract, line: int
+    ) -> None:
+        """A buffer that is made as large as this rank's batch says, which DDP broadcasts."""
+        begins = self.definition.name.endswith(".__init__")
+        if value.has("own_size") and buffer in self.file.buffers and not begins:
+            made = Collective(name, "buffer", line, guess=knowledge.NOT_YET)
+            self.found.append(("BUFFER", made, line))
 
     def read(
         self,

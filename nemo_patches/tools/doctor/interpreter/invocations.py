@@ -11,8 +11,10 @@ from nemo_patches.tools.doctor.interpreter.expressions import attribute
 from nemo_patches.tools.doctor.interpreter.functions import (
     MOST_DEEP,
     call_helper,
+    given_by,
     items_of,
     own_function,
+    summary,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.names import (
@@ -21,8 +23,10 @@ from nemo_patches.tools.doctor.interpreter.names import (
 from nemo_patches.tools.doctor.interpreter.peer_messages import message_of
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
+    FORWARD,
     GENERATE,
     LOG,
+    UNUSED,
     WITHOUT_AGREEMENT,
     Branch,
     Choice,
@@ -41,6 +45,7 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
+    FILLED,
     IN_A_GROUP,
     SAME,
     UNKNOWN,
@@ -86,8 +91,10 @@ def visit_Call(reader: Interpreter, node: ast.Call) -> Abstract:
     if kind and package in call.origin:
         return _wrap(reader, call, kind, last)
     if call.owner.has("one device"):
-        return Abstract()
-    return _lead_to(reader, own_function(reader, node) or call.function.ref, call)
+        return call.owner if last in knowledge.CONTAINERS else Abstract()
+    wrapped = call.function.has("ddp", "fsdp")
+    target = None if wrapped else call.function.ref
+    return _lead_to(reader, own_function(reader, node) or target, call)
 
 
 def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
@@ -126,10 +133,12 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         if made.pairs_with == BACKWARD:
             taken = [call.owner, *call.args]
             made = replace(made, modules=modules_in(mixed(taken).tags))
-        return _agree(reader, node, made).tagged(*modules_in(call.function.tags))
+        return _agree(reader, call, made).tagged(*modules_in(call.function.tags))
     whole = reader.trained and reader.file.used_whole
+    gathers = reader.file.gathers_layers
+    why = knowledge.ON_FSDP[0] if gathers else knowledge.WEIGHTS
     for each in filter(knowledge.LAYER_AT.match, call.function.tags if whole else ()):
-        reader.emit(Collective(call.name, each, node.lineno, knowledge.WEIGHTS))
+        reader.emit(Collective(call.name, each, node.lineno, why))
     _handle(reader, call)
     message = message_of(call, reader.ranges)
     if message is not None:
@@ -145,7 +154,12 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         return _mapped(reader, call)
     _set_alarm(reader, call)
     _state_of_metric(reader, call)
+    if call.last == "register_buffer" and len(call.args) > 1:
+        buffer = constant(node.args[0])
+        reader.note_buffer(f"self.{buffer}", buffer, call.args[1], node.lineno)
     _update(reader, call)
+    if call.last == "update" and call.owner.has("grows"):
+        _add_keys(reader, call.name.removesuffix(".update"), call)
     _keep(reader, call)
     _pass_on(reader, call)
     _hand_over(reader, call)
@@ -276,11 +290,13 @@ def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstra
     counts = reader.file.method(of_class, "__len__")
     if iterates is None and counts is not None and counts not in reader.file.being_read:
         length = reader.read(counts, {}, {}).returned
-        return replace(made, count=VARIES) if length.level == VARIES else made
+        # All ranks have the files of a folder; their shares of them have no such tag.
+        own = length.level == VARIES and not length.has("file")
+        return replace(made, count=VARIES) if own else made
     if iterates is None or iterates in reader.file.being_read:
         return made
     inner = reader.read(iterates, {}, {})
-    if not inner.yields:
+    if not inner.yields and inner.returned.count != VARIES:
         return made
     return replace(made, count=inner.returned.count, item=tagged("batch", level=DATA))
 
@@ -323,6 +339,8 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
         count = VARIES
     added = replace(added, level=VARIES if chosen else added.level, count=count)
     added = added.tagged("set") if reader.unordered else added
+    if last.has("share"):  # [items[each::world] for each in range(world)]
+        added = added.tagged("dealt")
     reader.set(name, added.tagged("even") if reader.sized else added)
     if owner.has("concatenated", "listed"):
         each = owner.has("listed")
@@ -352,6 +370,17 @@ def _add_to_item(reader: Interpreter, node: ast.expr) -> None:
             )
         ):
             reader.set(dotted(whole), reader.filled(reader.of(whole), reader.of(key)))
+
+
+def _add_keys(reader: Interpreter, name: str, call: calls.Call) -> None:
+    """`losses.update(of_boxes)`, `losses.update(box=..)`."""
+    filled = call.owner.tagged(*(f"{FILLED}{each}" for each in call.given))
+    for each in call.args:
+        own = ["keyed"] if each.has("keyed") else []
+        keys = [tag for tag in each.tags if tag.startswith(FILLED)]
+        filled = filled.tagged(*keys, *own)
+        filled = replace(filled, count=VARIES) if own else filled
+    reader.set(name, filled)
 
 
 def _update(reader: Interpreter, call: calls.Call) -> None:
@@ -408,10 +437,14 @@ def _wrap(reader: Interpreter, call: calls.Call, kind: str, last: str) -> Abstra
     groups = map(call.given.get, knowledge.GROUP_OF_A_WRAPPER)
     grouped = any(each and not (each.parts or each.has("nothing")) for each in groups)
     place = f"{WRAPPED_AT}{node.lineno}{IN_A_GROUP if grouped else ''}"
+    given = call.args[0] if call.args else call.given.get("model", Abstract())
+    own = given.has("instance")
     value = tagged(kind, *perhaps, *engine, place)
+    value = replace(value, ref=given.ref if own else None)
     unused = call.given.get("find_unused_parameters", reader.file.constant(False))
-    if kind == "ddp" and call.args and unused.decided is False:
-        reader.file.used_whole |= call.args[0].has("instance")
+    by_engine = bool(engine) and not reader.file.gathers_layers
+    if own and kind == "ddp" and unused.decided is False and not by_engine:
+        reader.file.used_whole = True
     if call.args and "auto_wrap_policy" in call.given:
         _wrap_layers(reader, call.args[0].ref, value.tags)
     if last != "fully_shard" or not node.args:
@@ -432,8 +465,18 @@ def _wrap(reader: Interpreter, call: calls.Call, kind: str, last: str) -> Abstra
     return value
 
 
-def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
+def _of_forward(reader: Interpreter, call: calls.Call) -> Abstract:
+    """What a wrapped module gives: data, in a dict perhaps with keys of this rank's own."""
+    forward = reader.file.method(call.function.ref, "forward")
+    if forward is None or forward in reader.file.being_read:
+        return Abstract(DATA)
+    returned = summary(reader, forward, given_by(forward, call), {}).returned
+    return returned if returned.has("keyed") else Abstract(DATA)
+
+
+def _agree(reader: Interpreter, call: calls.Call, made: Collective) -> Abstract:
     """Make a collective: what it gives, and what is the same on all ranks behind it."""
+    node = call.node
     last = last_part(made.name)
     if made.pairs_with == GENERATE:
         _generate(reader, node, made)
@@ -441,6 +484,8 @@ def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
     reader.emit(made)
     if made.pairs_with in (*WITHOUT_AGREEMENT, "state_dict"):
         encodes = made.pairs_with not in (BACKWARD, "log", "state_dict")
+        if made.pairs_with in (FORWARD, UNUSED):
+            return _of_forward(reader, call)
         return Abstract(DATA if encodes else SAME)
     every = list(node.args)
     every += [

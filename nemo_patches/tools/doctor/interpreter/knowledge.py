@@ -33,6 +33,13 @@ torch.distributed.checkpoint |
     load_state_dict save save_state_dict set_model_state_dict set_optimizer_state_dict
     set_state_dict
     | in which all ranks take part | |
+mmengine.dist,mmcv.runner,mmdet.core,mmdet.apis,detectron2.utils.comm,ignite.distributed,
+    composer.utils.dist,timm.utils |
+    all_gather all_gather_object all_reduce all_reduce_dict all_reduce_params allreduce_params
+    barrier broadcast broadcast_object_list collect_results collect_results_cpu
+    collect_results_gpu distribute_bn gather gather_object reduce_dict reduce_tensor
+    shared_random_seed sync_random_seed synchronize
+    | in which all ranks take part | |
 megatron. | load_checkpoint save_checkpoint | in which all ranks take part | |
 * | GatheredParameters consolidate_state_dict distribute_module distribute_tensor
     full_optim_state_dict full_tensor optim_state_dict redistribute
@@ -98,6 +105,7 @@ LAYERS = (
 LAYER_AT = re.compile("layer at ")  # a tag: and where it is made
 WEIGHTS = "for whose gradients DDP waits"
 LOG_SYNCED = "which reduces over all ranks by sync_dist"
+NOT_YET = "a batch comes that is longer than what the buffer was made for, and not on all ranks"
 LISTED = "which a metric gathers from all ranks, item by item"
 LOG_OF_METRIC = "which gathers a metric from all ranks"
 _OF_ALL = "which every rank must set, or none"
@@ -139,6 +147,8 @@ AGREEING = words("""
     across agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist
     distributed gather gathered rank ranks reduce reduced sync synced synchronize world
     """)
+# Of packages in which the same words say nothing of ranks.
+OF_ONE_RANK = r"(einops|functools|itertools|numpy)\.|torch\.(?!distributed\.)"
 # What wraps a module for several ranks, what it makes of it, and a part of where it is from.
 WRAPPERS = {
     "DistributedDataParallel": ("ddp", ""),
@@ -150,6 +160,7 @@ WRAPPERS = {
     "wrap": ("fsdp", "fsdp"),
     "initialize": ("ddp", "deepspeed"),
 }
+DDP = words("DistributedDataParallel DDP")
 # What a class makes, whatever it is called: as COLLECTIVES has its owner.
 MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "@trainer"}
 GROUP_OF_A_WRAPPER = ("process_group", "pg_collection")
@@ -195,9 +206,9 @@ SOURCES = {
         local_rank node_rank process_index rank world_rank
         """),
     "first rank": words("""
-        is_first_rank is_global_rank_zero is_global_zero is_local_main_process
+        is_first_rank is_global_primary is_global_rank_zero is_global_zero is_local_main_process
         is_local_process_zero is_main is_main_process is_main_rank is_master is_master_process
-        is_master_rank is_rank0 is_rank_0 is_rank_zero is_world_process_zero main_process
+        is_master_rank is_primary is_rank0 is_rank_0 is_rank_zero is_world_process_zero main_process
         master_process
         """),
     "last rank": words("is_last_process is_last_rank"),
@@ -246,6 +257,10 @@ HANDLERS = {"addFilter": "filter", "addHandler": "emit", "basicConfig": "emit"}
 RECORDS = words("critical debug error exception info log warn warning")
 # What deals something out to ranks, in shares that differ by one.
 DEALING = words("array_split shard split_between_processes split_dataset_by_node")
+# Samplers that give each rank as many items, of its own.
+EVEN_SAMPLERS = words(
+    "DistributedSampler DistributedSamplerWrapper OrderedDistributedSampler"
+)
 # Objects that decide by what they have been given.
 HOLDING = words("early meter monitor patience stop stopper stopping tracker")
 LOSSES = words("loss losses")
@@ -297,6 +312,10 @@ OF_FORM = words("""
 PLAUSIBLE = GRADIENTS | words("""
     bad corrupt empty finite inf invalid nan stop stopped stopper stopping valid
     """)
+# Methods of a batch whose results have as many items.
+ALL_ITEMS = words("""
+    bfloat16 bool clone contiguous cpu cuda detach double float half long split to tolist unbind
+    """)
 PASSED_ON = words("deque enumerate fromkeys iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 TEXTS = words("classes columns fields key keys labels name names")
@@ -337,6 +356,10 @@ SOUNDS_COLLECTIVE = (
 )
 # What another file's function agrees on, by its name: its first argument, in place.
 AGREES_IN_PLACE = r"^_?(all_?reduce|broadcast)(_object_list|_tensors?)?_?$"
+# What makes a tensor of the size that it is given.
+SIZED = words("""
+    arange empty eye full linspace new_empty new_full new_ones new_zeros ones rand randn zeros
+    """)
 NEW_TENSORS = words("torch.tensor torch.zeros torch.as_tensor")
 # A test of what word a batch has.
 WORD_OF_BATCH = r"\b(batch|batches|data|samples?)(\[[^\]]*\])+ (==|!=|in|not in) [^\d-]"
@@ -370,6 +393,8 @@ OF_WRAPPERS = {
 # Context managers in which rank 0 goes first, and the others wait at a barrier.
 FIRST = words("main_process_first local_main_process_first")
 WITHOUT_GRADIENTS = r"\b(no_grad|inference_mode|set_grad_enabled\(False)"
+# Errors that end a trial, and not the job.
+ENDS_A_TRIAL = words("TrialPruned")
 # What lets ranks end a loop one after another.
 JOINS = r"(\bJoin|\.join|join_uneven_inputs)\("
 # Calls of torch.distributed from one rank to another, and what a rank does in them.
@@ -389,8 +414,8 @@ MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
-    alone counted ddp even file fsdp gradient keyed lacks loader metric named next perhaps random
-    rank rounded sized text
+    @engine alone counted ddp even file fsdp gradient keyed lacks loader metric named next own_size
+    perhaps random rank rounded sized text
     """)
 
 

@@ -183,6 +183,17 @@ class _Plain(ast.NodeTransformer):
             block = ast.Try([ast.Expr(ast.Yield())], handlers, [], leave.body)
             enter.body.append(ast.copy_location(block, enter))
             node.body.remove(leave)
+        match own:
+            case {
+                "__iter__": ast.FunctionDef(
+                    body=[*first, ast.Return(ast.Name("self"))]
+                ) as begin,
+                "__next__": ast.FunctionDef() as step,
+            }:
+                _Yields().visit(step)
+                turns = ast.While(ast.Constant(True), step.body, [])
+                begin.body = [*first, ast.copy_location(turns, step)]
+                node.body.remove(step)
         return node
 
     def visit_Match(self, node: ast.Match) -> ast.AST:
@@ -199,6 +210,17 @@ class _Plain(ast.NodeTransformer):
             made.end_lineno = node.end_lineno
             chain = [made]
         return chain[0]
+
+
+class _Yields(ast.NodeTransformer):
+    """An iterator's step as one of a generator."""
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        return ast.copy_location(ast.Expr(ast.Yield(node.value)), node)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        ends = node.exc is not None and "StopIteration" in text_of(node.exc)
+        return ast.copy_location(ast.Return(None), node) if ends else node
 
 
 class _GoesOn(ast.NodeTransformer):

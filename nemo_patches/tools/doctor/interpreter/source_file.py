@@ -118,7 +118,12 @@ class SourceFile:
             self.subjects.discard("parallel")
         if "zero" in self.subjects and _shards_parameters(tree):
             self.subjects.add("zero 3")
-        self.fills_batches = _fills_batches(tree)
+        self.full = frozenset({"full"} if _fills_batches(tree) else ())
+        self.lacks_fields = _lacks_fields(tree)
+        # Whether each layer that is called is a collective.
+        self.gathers_layers = (
+            "zero 3" in self.subjects and "set_z3_leaf_modules" not in self.mentioned
+        )
         packages = _packages(tree)
         self.imported = packages - {""}
         if packages & knowledge.TRAINERS:
@@ -137,6 +142,14 @@ class SourceFile:
         self.shares_buffers = all(
             each.arg != "broadcast_buffers" for each in nodes(tree, ast.keyword)
         )
+        # The names of those that DDP gives to all ranks.
+        self.buffers = {
+            constant(each.args[0])
+            for each in nodes(tree, ast.Call)
+            if last_part(dotted(each.func)) == "register_buffer" and each.args
+        }
+        if not (self.shares_buffers and self.mentioned & knowledge.DDP):
+            self.buffers = set()
         self.wrapped = dict(_deepspeed_engines(tree))
         self.attributes: dict[str, dict[str, Abstract]] = {}
         # By the last part of a name, what attributes of any object and globals are set to.
@@ -250,6 +263,12 @@ class SourceFile:
             for each in self.bases(definition.owner)[1]
         ):
             reduced = knowledge.REDUCED
+        begins_sampler = definition.name.endswith("Sampler.__init__") or (
+            definition.name.endswith(".__init__")
+            and any(
+                each.endswith("Sampler") for each in self.bases(definition.owner)[1]
+            )
+        )
         args = definition.node.args
         ranks = _ranks(definition.node)
         if definition.name in self.spawned:
@@ -264,6 +283,8 @@ class SourceFile:
                 value = replace(value, level=min(value.level, UNKNOWN))
             if not given:
                 value = self._as_called(definition, argument.arg, value)
+            if begins_sampler and value.level == DATA:  # of the whole data set
+                value = replace(value, level=UNKNOWN)
             if (
                 given
                 and argument.arg not in given
@@ -298,7 +319,7 @@ class SourceFile:
         called = reduce(joined, given or [value])
         if value.level == DATA:
             # What a name says counts less than what all ranks agreed on.
-            return called if called.has("agreed", "keyed") else value
+            return called if called.has("agreed", "full", "keyed") else value
         if parts_of(name) & knowledge.OTHER_NAMES and called.count != VARIES:
             return value
         return called
@@ -333,7 +354,7 @@ class SourceFile:
         if level == DATA and optional:
             tags.add("optional")
         elif level == DATA and name in knowledge.BATCHES:
-            tags.add("batch")
+            tags |= {"batch", *self.full}
         count = None
         if len(name) == 1:  # a list of anything; a tensor, if its length is asked for
             tags.add("letter")
@@ -371,6 +392,10 @@ class SourceFile:
                 continue
             tags = [each for each in value.tags if not each.startswith(FILLED)]
             value = replace(value, tags=frozenset(tags))
+            if value.has("alone") and any(
+                each.has("agreed") for each in self.set_to.get(last_part(key), ())
+            ):
+                value = AGREED  # one rank decides, and tells the others
             kept[key] = joined(kept[key], value) if key in kept else value
 
 
@@ -502,6 +527,17 @@ def _fills_batches(tree: ast.Module) -> bool:
     ]
     full = {"drop_last=True" in each and "collate_fn" not in each for each in made}
     return full == {True}
+
+
+def _lacks_fields(tree: ast.Module) -> bool:
+    """Whether what makes samples or batches of them puts None in the place of some."""
+    return any(
+        isinstance(chosen, ast.Constant) and chosen.value is None
+        for each in nodes(tree, ast.FunctionDef)
+        if each.name == "__getitem__" or "collate" in each.name
+        for either in nodes(each, ast.IfExp)
+        for chosen in (either.body, either.orelse)
+    )
 
 
 def _deepspeed_engines(tree: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:

@@ -74,7 +74,10 @@ def statement(reader: Interpreter, node: ast.stmt) -> BlockEnd | None:
             reader.of(each)
     end = _ENDS.get(type(node))
     raised = getattr(node, "exc", None) if isinstance(node, ast.Raise) else None
-    text = f"raise {dotted(getattr(raised, 'func', raised))}" if raised else ""
+    error = dotted(getattr(raised, "func", raised)) if raised else ""
+    text = f"raise {error}" if raised else ""
+    if last_part(error) in knowledge.ENDS_A_TRIAL:
+        end = BlockEnd.RETURN
     called = _called(node) if isinstance(node, ast.Expr) else None
     if called is not None:
         last = reader.items[-1] if reader.items else None
@@ -196,6 +199,9 @@ def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
     reader.items.append(Branch(condition, yes, no))
     if (left is None) != (left_too is None):
         reader.env = taken if left is None else other
+        skips = BlockEnd.CONTINUE in (left, left_too)
+        if skips and reader.parts_keys(condition):
+            reader.env = reader.of_own_keys(reader.env, before)
         return None
     reader.env = _merged(reader, condition, before, taken, other)
     return left_too if left is BlockEnd.RAISE else left
@@ -291,12 +297,15 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     iterated = reader.of(node.iter)
     if iterated.has("object") and iterated.has("rank"):  # a loader that shares out
         iterated = replace(iterated, level=SAME).without("rank")
+    whole = [node.iter, *getattr(node.iter, "args", [])]  # enumerate(data)
+    of_keys = not iterated.has("keyed") and _draws_keys(node, whole)
+    if of_keys:
+        iterated = replace(iterated, count=SAME)
     generator = _generator(reader, iterated)
     before, behind = _generated(generator, node) if generator else ([], [])
     if generator and generator.returned.count == VARIES:
         iterated = replace(iterated, count=VARIES)
     reader.items += before
-    whole = [node.iter, *getattr(node.iter, "args", [])]  # enumerate(data)
     loads = is_loader(text_of(node.iter)) or "data" in map(dotted, whole)
     if iterated.turns == DATA and loads:
         iterated = replace(iterated, count=UNKNOWN)
@@ -306,15 +315,16 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     if iterated.at is not None and isinstance(node.target, ast.Name):
         reader.ranges[node.target.id] = condition.key, iterated.at
     drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
-    if not iterated.has("keyed") and _draws_keys(node, whole):
+    if of_keys:
         drawn = Abstract()
     keys = last_part(dotted(getattr(node.iter, "func", node))) in ("items", "keys")
     of_items = iterated.level >= DATA and drawn.level >= DATA and not keys
     of_items = of_items and not is_loader(text_of(node.iter))
     reader.of_items += of_items
+    of_files = iterated.count is None and iterated.has("file")
     outer = reader.unordered
     reader.unordered = iterated.has("set")
-    items = _turns(reader, node, iterated.turns, drawn)
+    items = _turns(reader, node, SAME if of_files else iterated.turns, drawn)
     reader.unordered = outer
     reader.of_items -= of_items
     reader.ranges.pop(getattr(node.target, "id", ""), None)

@@ -43,6 +43,8 @@ class Abstract:
     @property
     def turns(self) -> int:
         """How surely ranks differ in how often a loop over it goes round."""
+        if self.has("full"):  # batches are of one size
+            return SAME
         return self.level if self.count is None else self.count
 
     def has(self, *tags: str) -> bool:
@@ -99,6 +101,8 @@ def mixed(values: Sequence[Abstract]) -> Abstract:
     level = max([each.level for each in values], default=SAME)
     agreed = tags & AGREED.tags if level == SAME else _NO_TAGS
     kept = carried(tags) | agreed
+    if values and all(each.has("one device") for each in values):
+        kept |= {"one device"}
     return Abstract(level, tags=kept - {"named"} if level >= DATA else kept)
 
 
