@@ -205,6 +205,11 @@ def _by_name(call: Call) -> Abstract:
         return Abstract()
     if call.last in knowledge.READ_OFF and value.level >= enough:
         value = replace(value, level=VARIES).without("gradient", "next")
+    if call.origin == "re.compile":
+        value = value.tagged("pattern")
+    of_pattern = call.origin.startswith("re.") or call.owner.has("pattern")
+    if of_pattern and call.last in knowledge.FINDING and value.level == DATA:
+        value = replace(value, level=VARIES).tagged("chosen")
     if call.origin in knowledge.NEW_TENSORS and all(
         isinstance(each, (ast.Constant, ast.List)) for each in node.args
     ):

@@ -143,7 +143,7 @@ def call_helper(
     if of_self:
         own = attributes_in(inner.env)
         reader.env.update(own)
-        filled = {name for name, each in own.items() if each.has("keyed", "updated")}
+        filled = {name for name, each in own.items() if each.has("grows", "updated")}
         reader.set_here |= filled
     return returned
 

@@ -280,6 +280,8 @@ READ_OFF = words("""
     all any count_nonzero isfinite isinf isnan item len max mean min nelement nonzero norm numel
     size sum tolist
     """)
+# What a pattern finds in a text.
+FINDING = words("findall fullmatch match search")
 # What is asked of tensors of data alone.
 COUNTING = words("bincount histc")
 # What takes items by their numbers, which come second.
