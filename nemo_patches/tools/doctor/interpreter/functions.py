@@ -92,7 +92,7 @@ def call_helper(
     for parameter, value in given.items():
         seen = reader.file.given.setdefault(called, {})
         # Of what all ranks agreed on, some ranks alone are told here.
-        told = value.without("agreed") if reader.apart else value
+        told = value.without("agreed").tagged("apart") if reader.apart else value
         seen.setdefault(parameter, []).append(told)
     reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
     of_self = reader.owner is not None and called.owner is reader.owner

@@ -27,6 +27,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     VARIES,
     Abstract,
     joined,
+    tagged,
 )
 from nemo_patches.tools.doctor.syntax import (
     constant,
@@ -305,6 +306,9 @@ class SourceFile:
         given = self.given_before.get(definition.node, {}).get(name, [])
         if given and not any(each.has("ddp", "fsdp") for each in given):
             value = value.without("ddp", "fsdp")
+        lacks = {each.has("nothing") for each in given}
+        if len(lacks) > 1 and all(each.has("apart") for each in given):
+            return tagged("alone", level=VARIES)  # it is None on some ranks
         if value.at is not None:
             return value
         if not value.level:
