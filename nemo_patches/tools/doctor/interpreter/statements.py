@@ -432,8 +432,11 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
         end = end or reader.block(node.orelse)
     handlers = []
     after = reader.env
+    drawn = [each for name, each in after.items() if each is not before.get(name)]
+    # Some ranks' iterators have ended.
+    unlike = any(each.has("next") and each.count == VARIES for each in drawn)
     for each in node.handlers:
-        condition = _of_handler(each, node, reader.apart)
+        condition = _of_handler(each, node, reader.apart or unlike)
         old = {
             name: joined(value, after[name])
             for name, value in before.items()
