@@ -185,6 +185,8 @@ def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
     if at or of_model or features:  # the number of features is the model's
         return Abstract(at=at)
     level = _level_at(value, constant)
+    if value.item is not None and constant is None:
+        level = max(level, value.item.level)
     if key.level >= DATA and not key.has("named"):  # that of an item of this rank's
         level = max(level, DATA)
     count = value.count if level == VARIES else None
@@ -358,6 +360,11 @@ def visit_BinOp(reader: Interpreter, node: ast.BinOp) -> Abstract:
         value = replace(value, count=joined(*sides).count)
     if any(each.has("set") for each in sides):
         value = value.tagged("set")
+        if (
+            isinstance(node.op, ast.BitAnd)
+            and min(each.level for each in sides) == DATA
+        ):
+            value = replace(value, level=VARIES)  # what two sets of data share
     by_rank = at is None and any(map(reader.by_rank, sides))
     wraps = ["wraps"] if isinstance(node.op, ast.Mod) else []
     return value.tagged("rank", *wraps) if by_rank else value
