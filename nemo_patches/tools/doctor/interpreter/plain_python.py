@@ -183,17 +183,13 @@ class _Plain(ast.NodeTransformer):
             block = ast.Try([ast.Expr(ast.Yield())], handlers, [], leave.body)
             enter.body.append(ast.copy_location(block, enter))
             node.body.remove(leave)
-        match own:
-            case {
-                "__iter__": ast.FunctionDef(
-                    body=[*first, ast.Return(ast.Name("self"))]
-                ) as begin,
-                "__next__": ast.FunctionDef() as step,
-            }:
-                _Yields().visit(step)
-                turns = ast.While(ast.Constant(True), step.body, [])
-                begin.body = [*first, ast.copy_location(turns, step)]
-                node.body.remove(step)
+        begin, step = own.get("__iter__"), own.get("__next__")
+        returned = nodes(begin, ast.Return) if begin else []
+        if begin and step and [text_of(each) for each in returned] == ["return self"]:
+            _Yields().visit(step)
+            turns = ast.While(ast.Constant(True), step.body, [])
+            _Turns(ast.copy_location(turns, step)).visit(begin)
+            node.body.remove(step)
         return node
 
     def visit_Match(self, node: ast.Match) -> ast.AST:
@@ -210,6 +206,16 @@ class _Plain(ast.NodeTransformer):
             made.end_lineno = node.end_lineno
             chain = [made]
         return chain[0]
+
+
+class _Turns(ast.NodeTransformer):
+    """With the turns of a generator in place of a return."""
+
+    def __init__(self, turns: ast.While) -> None:
+        self.turns = turns
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        return self.turns
 
 
 class _Yields(ast.NodeTransformer):
