@@ -96,8 +96,10 @@ def _known(call: Call) -> Abstract | None:
     node = call.node
     if last_part(call.origin) == "partial" and call.args:
         return Abstract(ref=call.args[0].ref)
-    if last_part(call.origin) in knowledge.DEALING or (
-        last_part(call.origin) == "islice" and _of_rank(call)
+    if (
+        last_part(call.origin) in knowledge.DEALING
+        or (last_part(call.origin) == "islice" and _of_rank(call))
+        or (call.last == "split" and _mixed(call).has("rounded"))
     ):
         return _dealt(call)
     if last_part(call.origin) in knowledge.EVEN_SAMPLERS:
@@ -203,6 +205,11 @@ def _by_name(call: Call) -> Abstract:
         return Abstract()
     if call.last in knowledge.READ_OFF and value.level >= enough:
         value = replace(value, level=VARIES).without("gradient", "next")
+    if call.origin == "re.compile":
+        value = value.tagged("pattern")
+    of_pattern = call.origin.startswith("re.") or call.owner.has("pattern")
+    if of_pattern and call.last in knowledge.FINDING and value.level == DATA:
+        value = replace(value, level=VARIES).tagged("chosen")
     if call.origin in knowledge.NEW_TENSORS and all(
         isinstance(each, (ast.Constant, ast.List)) for each in node.args
     ):
@@ -213,6 +220,8 @@ def _by_name(call: Call) -> Abstract:
         value = value.tagged("own_size")
     if re.match(knowledge.LAYERS, call.origin):
         value = value.tagged(f"layer at {node.lineno}:{node.col_offset}")
+    if call.last == "ceil":
+        value = value.tagged("rounded")
     if last_part(call.origin) in knowledge.DICTS:
         value = value.tagged("grows", *(f"{FILLED}{each}" for each in call.given))
         if any(each.has("keyed") for each in call.args):
@@ -297,6 +306,7 @@ def _entries(call: Call, value: Abstract) -> Abstract:
     key = Abstract(DATA) if call.owner.has("keyed") else Abstract()
     inner = item_of(value, text_of(call.node))
     item = {"keys": key, "items": replace(inner, parts=(key, inner))}.get(call.last)
+    value = value.tagged("set") if call.owner.has("set") else value
     return replace(value, count=count, item=item)
 
 

@@ -38,6 +38,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     UNUSED,
     Collective,
     Decision,
+    Exit,
     MessageKind,
     PeerMessage,
     Tried,
@@ -276,7 +277,7 @@ class WaysCompared:
         self.name = reader.definition.name
         self.items = reader.items
         self.job = reader.file.members.job
-        by_key = {each.key: each for each in conditions_in(self.items)}
+        by_key = {each.asked: each for each in conditions_in(self.items)}
         self.conditions = list(by_key.values())
 
     def divergences(self, said: set[object]) -> Iterator[Divergence]:
@@ -374,8 +375,9 @@ class WaysCompared:
 
     def _by_data(self) -> Iterator[Divergence]:
         for each in self.conditions[:_MOST_TESTS]:
-            guess = self._guess_of_batches(each)
-            varies = each.value.level == VARIES or self._is_gathered(each)
+            gathered = self._is_gathered(each)
+            guess = "" if gathered else self._guess_of_batches(each)
+            varies = each.value.level == VARIES or gathered
             if guess or (varies and not each.value.has("rank")):
                 yield from self._by_test(each, guess=guess)
 
@@ -392,7 +394,7 @@ class WaysCompared:
     ) -> Iterator[Divergence]:
         """Of the ways on which it holds and does not."""
         one, other = (
-            self._follow(either(condition.key, holds), by_rank=by_rank)
+            self._follow(either(condition, holds), by_rank=by_rank)
             for holds in (True, False)
         )
         yield from self._compared(one, other, [condition], by_rank=by_rank, guess=guess)
@@ -430,7 +432,8 @@ class WaysCompared:
                 if condition.value.level != VARIES or tried.harmless:
                     continue
                 missing: list[Event] = []
-                for when in Moment:
+                signals = _is_signal(condition.text, tried)
+                for when in (Moment.RAISED,) if signals else Moment:
                     way = self._follow(undecided, (tried, number, when))
                     if when is not Moment.RAISED or self._differ_in(way.thrown):
                         missing = missing or difference(self._usual, way)
@@ -475,8 +478,8 @@ class WaysCompared:
             missing = _not_served(way, other, missing)
         else:
             missing = [each for each in missing if self._tells(each, conditions, guess)]
-        keys = {each.key for each in conditions}
-        every = [each for each in conditions_in(self.items) if each.key in keys]
+        keys = {each.asked for each in conditions}
+        every = [each for each in conditions_in(self.items) if each.asked in keys]
         ended = way.raised or other.raised
         if every and not missing and not ended and not guess:
             unlike = _unlike_gradients(way, other)
@@ -612,6 +615,12 @@ def _of_all(event: Event) -> bool:
     """Whether it is made after an error that all ranks have."""
     asked = " ".join(each for each in event.guards if not each.startswith("not "))
     return not knowledge.ALL_RANKS.isdisjoint(re.findall(r"\w+", asked))
+
+
+def _is_signal(text: str, tried: Tried) -> bool:
+    """Whether it is no failure, and comes only where the block raises it: TrialPruned."""
+    raised = {each.text for each in of_kind(tried.body, Exit)}
+    return f"raise {text}" in raised and not text.endswith(("Error", "Exception"))
 
 
 def _made(events: Iterable[Event]) -> tuple[Collective, ...]:

@@ -185,6 +185,8 @@ def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
     if at or of_model or features:  # the number of features is the model's
         return Abstract(at=at)
     level = _level_at(value, constant)
+    if value.item is not None and constant is None:
+        level = max(level, value.item.level)
     if key.level >= DATA and not key.has("named"):  # that of an item of this rank's
         level = max(level, DATA)
     count = value.count if level == VARIES else None
@@ -211,9 +213,8 @@ def _slice(reader: Interpreter, value: Abstract, node: ast.Slice) -> Abstract:
     sized = any(each.has("sized") for each in bounds.values())
     own = [name for name, each in bounds.items() if reader.by_rank(each)]
     text = text_of(node)
-    unequal = bool(own) and (
-        "step" in bounds or "ceil" in _spelled(reader, node) or "min(" in text
-    )
+    rounded = any(each.has("rounded") for each in bounds.values())
+    unequal = bool(own) and ("step" in bounds or rounded or "min(" in text)
     tags = value.tags & (knowledge.CARRIED | {"agreed", "shape"})
     if sized and not own:
         tags |= {"share" if "step" in bounds else "even"}
@@ -225,12 +226,6 @@ def _slice(reader: Interpreter, value: Abstract, node: ast.Slice) -> Abstract:
         count = SAME if cut else VARIES
     item = Abstract(DATA) if own and value.level < DATA else None
     return Abstract(value.level, tags=tags, count=count, item=item)
-
-
-def _spelled(reader: Interpreter, node: ast.AST) -> str:
-    """Its text, with what its names were set to."""
-    set_to = [reader.meanings.get(name, "") for name in sorted(names_in(node))]
-    return " ".join([text_of(node), *set_to])
 
 
 def _entry(
@@ -365,6 +360,11 @@ def visit_BinOp(reader: Interpreter, node: ast.BinOp) -> Abstract:
         value = replace(value, count=joined(*sides).count)
     if any(each.has("set") for each in sides):
         value = value.tagged("set")
+        if (
+            isinstance(node.op, ast.BitAnd)
+            and min(each.level for each in sides) == DATA
+        ):
+            value = replace(value, level=VARIES)  # what two sets of data share
     by_rank = at is None and any(map(reader.by_rank, sides))
     wraps = ["wraps"] if isinstance(node.op, ast.Mod) else []
     return value.tagged("rank", *wraps) if by_rank else value

@@ -92,7 +92,7 @@ def call_helper(
     for parameter, value in given.items():
         seen = reader.file.given.setdefault(called, {})
         # Of what all ranks agreed on, some ranks alone are told here.
-        told = value.without("agreed") if reader.apart else value
+        told = value.without("agreed").tagged("apart") if reader.apart else value
         seen.setdefault(parameter, []).append(told)
     reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
     of_self = reader.owner is not None and called.owner is reader.owner
@@ -143,7 +143,7 @@ def call_helper(
     if of_self:
         own = attributes_in(inner.env)
         reader.env.update(own)
-        filled = {name for name, each in own.items() if each.has("keyed", "updated")}
+        filled = {name for name, each in own.items() if each.has("grows", "updated")}
         reader.set_here |= filled
     return returned
 

@@ -33,6 +33,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
     SourceFile,
+    evaluates,
 )
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
@@ -88,6 +89,7 @@ class Interpreter:
         self.loops = 0
         # What differs by this function's own word: it gathers it, or its length, in these lines.
         self.gathered: dict[str, int] = {}
+        self.unordered = False  # in a loop over a set
         self.of_items = 0  # loops over what one batch has
         self.meanings: dict[str, str] = {}  # what a name was set to that may be a test
         self.unsynced = False  # within no_sync
@@ -115,6 +117,7 @@ class Interpreter:
         hook = last_part(definition.name)
         # Whether its layers are called for a backward pass.
         self.trained = hook == "forward" or definition.owner is None
+        self.trained &= not evaluates(definition)
         of_trainer = hook in knowledge.HOOKS and definition.owner is not None
         self.in_hook = of_trainer and (hook == "__del__" or "trains" in file.subjects)
 
@@ -161,6 +164,7 @@ class Interpreter:
             whole = self.of(target.value)
             put = replace(joined(value, whole), at=None, count=whole.turns, item=None)
             put = replace(put, entries=whole.entries, ref=None)
+            put = put.tagged("set") if self.unordered and whole.has("grows") else put
             if whole.has("grows") and self.handles and self.chosen == VARIES:
                 put = replace(put, level=VARIES, count=VARIES)
             if isinstance(target, ast.Subscript):
@@ -349,6 +353,8 @@ class Interpreter:
         unlike = value.level == VARIES and value.count in (UNKNOWN, DATA)
         if named and value.level >= DATA and (alike or unlike):
             return replace(value, level=UNKNOWN).tagged("lacks")  # whether it has any
+        if named and value.count == VARIES and not value.has("keyed", "object"):
+            return replace(value, level=VARIES)  # whether a list has any
         if value.level != DATA or isinstance(node, asked):
             return value
         if isinstance(node, ast.Call):
@@ -394,7 +400,7 @@ class Interpreter:
         env = {**self.file.start(called, given), **own}
         inner = Interpreter(self.visitors, self.file, called, env, self.depth + 1)
         inner.apart = self.apart
-        inner.trained = self.trained
+        inner.trained = self.trained and not evaluates(called)
         self.file.being_read.append(called)
         inner.block(called.node.body)
         self.file.being_read.pop()

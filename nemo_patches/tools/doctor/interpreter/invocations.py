@@ -181,8 +181,12 @@ def _pass_on(reader: Interpreter, call: calls.Call) -> None:
     """What is given a function of this file may call it, and make its collectives."""
     for each in (*call.args, *call.given.values()):
         own = function_of(each.ref)
-        if own and any(of_kind(items_of(reader, own), Collective)):
-            reader.items.append(Unseen(own.name))
+        items = items_of(reader, own) if own else []
+        if isinstance(each.ref, ast.Lambda):
+            with reader.inside() as items:
+                _lambda(reader, each.ref, replace(call, args=[]))
+        if any(of_kind(items, Collective)):
+            reader.items.append(Unseen(own.name if own else call.name))
 
 
 def _hand_over(reader: Interpreter, call: calls.Call) -> None:
@@ -239,6 +243,8 @@ def _keep(reader: Interpreter, call: calls.Call) -> None:
         ):  # what it holds varies, not how many
             taken = replace(call.owner, count=UNKNOWN)
         reader.set(held, taken)
+    if call.last == "sort" and held:
+        reader.set(held, call.owner.without("set"))
     name = held or call.name
     given = mixed([*call.args, *call.given.values()])
     known = reader.env.get(name)
@@ -332,6 +338,7 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
     if chosen:
         count = VARIES
     added = replace(added, level=VARIES if chosen else added.level, count=count)
+    added = added.tagged("set") if reader.unordered else added
     if last.has("share"):  # [items[each::world] for each in range(world)]
         added = added.tagged("dealt")
     reader.set(name, added.tagged("even") if reader.sized else added)

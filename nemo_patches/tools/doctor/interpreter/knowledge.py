@@ -280,6 +280,8 @@ READ_OFF = words("""
     all any count_nonzero isfinite isinf isnan item len max mean min nelement nonzero norm numel
     size sum tolist
     """)
+# What a pattern finds in a text.
+FINDING = words("findall fullmatch match search")
 # What is asked of tensors of data alone.
 COUNTING = words("bincount histc")
 # What takes items by their numbers, which come second.
@@ -316,7 +318,7 @@ PLAUSIBLE = GRADIENTS | words("""
 ALL_ITEMS = words("""
     bfloat16 bool clone contiguous cpu cuda detach double float half long split to tolist unbind
     """)
-PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
+PASSED_ON = words("deque enumerate fromkeys iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 TEXTS = words("classes columns fields key keys labels name names")
 OF_SETS = words("copy difference intersection symmetric_difference union")
@@ -392,6 +394,7 @@ OF_WRAPPERS = {
 }
 # Context managers in which rank 0 goes first, and the others wait at a barrier.
 FIRST = words("main_process_first local_main_process_first")
+WITHOUT_GRADIENTS = r"\b(no_grad|inference_mode|set_grad_enabled\(False)"
 # Errors that end a trial, and not the job.
 ENDS_A_TRIAL = words("TrialPruned")
 # What lets ranks end a loop one after another.
@@ -414,7 +417,7 @@ METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
     @engine alone counted ddp even file fsdp gradient keyed lacks loader metric named next own_size
-    perhaps random rank sized text
+    perhaps random rank rounded sized text
     """)
 
 

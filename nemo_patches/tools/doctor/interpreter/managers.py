@@ -49,7 +49,7 @@ def _with(
         assert isinstance(item.context_expr, ast.Call)
         given = given_by(manager, call_of(reader, item.context_expr))
         return _managed(reader, node, item, inner, manager, given)
-    outer = reader.unsynced, reader.joined, reader.held
+    outer = reader.unsynced, reader.joined, reader.held, reader.trained
     value = reader.of(item.context_expr)
     if value.has("lock"):
         reader.held = node.lineno
@@ -61,11 +61,12 @@ def _with(
     text = reader.meaning(item.context_expr)
     reader.unsynced |= "no_sync(" in text
     reader.joined |= re.search(knowledge.JOINS, text) is not None
+    reader.trained &= re.search(knowledge.WITHOUT_GRADIENTS, text) is None
     if item.optional_vars is not None:
         reader.assign(item.optional_vars, value)
     with reader.inside() as body:
         end = _with(reader, node, inner)
-    reader.unsynced, reader.joined, reader.held = outer
+    reader.unsynced, reader.joined, reader.held, reader.trained = outer
     name = dotted(getattr(item.context_expr, "func", node))
     if last_part(name) in knowledge.FIRST and any(of_kind(body, Collective)):
         first = reader.of(ast.Name("is_main_process"))

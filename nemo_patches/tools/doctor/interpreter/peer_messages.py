@@ -191,7 +191,7 @@ def one_sided(items: Items, every: Sequence[Posted]) -> Iterator[Unpaired]:
 
 def _decided(items: Items, condition: Decision) -> Iterator[tuple[PeerMessage, Guards]]:
     """The messages that it decides on, with the loops around them, if no other is made instead."""
-    ways = [Way(either(condition.key, holds)) for holds in (True, False)]
+    ways = [Way(either(condition, holds)) for holds in (True, False)]
     for way in ways:
         way.follow(items)
     for way, other in (ways, ways[::-1]):

@@ -73,6 +73,11 @@ class Decision:
     line: int
     end: int
 
+    @property
+    def asked(self) -> tuple[str, int]:
+        """By what it is known again: a helper's name may be that of something else."""
+        return self.key, self.value.level
+
     def around(self, line: int) -> bool:
         return self.line <= line <= self.end
 

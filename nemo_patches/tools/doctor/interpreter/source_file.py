@@ -27,6 +27,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     VARIES,
     Abstract,
     joined,
+    tagged,
 )
 from nemo_patches.tools.doctor.syntax import (
     constant,
@@ -178,6 +179,11 @@ class SourceFile:
                     self.handles_alarm |= dotted(each.args[0]).endswith("ALRM")
         # Whether DDP waits for the gradient of each parameter of a class of this file.
         self.used_whole = False
+        self.spawned = {  # functions whose first argument is the rank
+            dotted(each.args[0])
+            for each in nodes(tree, ast.Call)
+            if dotted(each.func).endswith("spawn") and each.args
+        }
         self.calls = Counter(dotted(each.func) for each in nodes(tree, ast.Call))
         self.work = 0
 
@@ -265,11 +271,15 @@ class SourceFile:
             )
         )
         args = definition.node.args
+        ranks = _ranks(definition.node)
+        if definition.name in self.spawned:
+            ranks |= {each.arg for each in args.args[:1]}
         for argument, default in _arguments(args):
             if argument.arg in reduced:
                 env[argument.arg] = AGREED
                 continue
-            value = given.get(argument.arg) or self._argument(argument, default)
+            said = self.source("rank" if argument.arg in ranks else argument.arg)
+            value = given.get(argument.arg) or said or self._argument(argument, default)
             if definition.name.endswith(".__init__") and "optional" not in value.tags:
                 value = replace(value, level=min(value.level, UNKNOWN))
             if not given:
@@ -296,6 +306,9 @@ class SourceFile:
         given = self.given_before.get(definition.node, {}).get(name, [])
         if given and not any(each.has("ddp", "fsdp") for each in given):
             value = value.without("ddp", "fsdp")
+        lacks = {each.has("nothing") for each in given}
+        if len(lacks) > 1 and all(each.has("apart") for each in given):
+            return tagged("alone", level=VARIES)  # it is None on some ranks
         if value.at is not None:
             return value
         if not value.level:
@@ -317,9 +330,6 @@ class SourceFile:
 
     def _argument(self, argument: ast.arg, default: ast.expr | None) -> Abstract:
         name = argument.arg
-        said = self.source(name)
-        if said is not None:
-            return said
         types = {last_part(dotted(each)) for each in ast.walk(argument)}
         optional = isinstance(default, ast.Constant)
         tensor = "Tensor" in types
@@ -419,6 +429,18 @@ def _prepared(function: ast.AST) -> set[str]:
     }
 
 
+@lru_cache(maxsize=1000)
+def _ranks(function: ast.AST) -> frozenset[str]:
+    """The names that a function gives to init_process_group as its rank."""
+    return frozenset(
+        dotted(each.value)
+        for call in nodes(function, ast.Call)
+        if last_part(dotted(call.func)) == "init_process_group"
+        for each in call.keywords
+        if each.arg == "rank"
+    )
+
+
 def prepares(call: ast.Call) -> bool:
     return bool(parts_of(last_part(dotted(call.func))) & knowledge.PREPARING)
 
@@ -433,6 +455,16 @@ def is_decorated(definition: Definition, by: str) -> bool:
     """Whether it has a decorator whose name ends so."""
     every = definition.node.decorator_list
     return any(dotted(getattr(each, "func", each)).endswith(by) for each in every)
+
+
+@lru_cache(maxsize=1000)
+def evaluates(definition: Definition) -> bool:
+    """Whether no backward pass begins at what it computes."""
+    attributes = {each.attr for each in nodes(definition.node, ast.Attribute)}
+    decorators = getattr(definition.node, "decorator_list", [])
+    return ("eval" in attributes and "backward" not in attributes) or any(
+        re.search(knowledge.WITHOUT_GRADIENTS, ast.unparse(each)) for each in decorators
+    )
 
 
 def is_property(definition: Definition) -> bool:

@@ -322,7 +322,10 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     of_items = of_items and not is_loader(text_of(node.iter))
     reader.of_items += of_items
     of_files = iterated.count is None and iterated.has("file")
+    outer = reader.unordered
+    reader.unordered = iterated.has("set")
     items = _turns(reader, node, SAME if of_files else iterated.turns, drawn)
+    reader.unordered = outer
     reader.of_items -= of_items
     reader.ranges.pop(getattr(node.target, "id", ""), None)
     _loop(reader, condition, items, node, behind=behind)
@@ -429,8 +432,11 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
         end = end or reader.block(node.orelse)
     handlers = []
     after = reader.env
+    drawn = [each for name, each in after.items() if each is not before.get(name)]
+    # Some ranks' iterators have ended.
+    unlike = any(each.has("next") and each.count == VARIES for each in drawn)
     for each in node.handlers:
-        condition = _of_handler(each, node, reader.apart)
+        condition = _of_handler(each, node, reader.apart or unlike)
         old = {
             name: joined(value, after[name])
             for name, value in before.items()

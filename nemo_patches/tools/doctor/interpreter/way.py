@@ -220,7 +220,12 @@ class Way:
                 each.behind(ways_out) for each in self.events[first:]
             ]
             already = outer.get(BlockEnd.RETURN, ())
-            self._left = {**outer, BlockEnd.RETURN: (*already, *returned)}
+            raised = self._left[BlockEnd.RAISE]
+            self._left = {
+                **outer,
+                BlockEnd.RAISE: raised,
+                BlockEnd.RETURN: (*already, *returned),
+            }
             if end is BlockEnd.RETURN:
                 self._leave(end)
         return self._otherwise(item, end, broken)
@@ -403,10 +408,10 @@ def on_member(number: int, members: int) -> Decide:
     return decide
 
 
-def either(key: str, holds: bool) -> Decide:
+def either(asked: Decision, holds: bool) -> Decide:
     """One condition decided, wherever it is asked, and all others left open."""
 
     def decide(condition: Decision) -> Any:
-        return holds if condition.key == key else Open(condition.key)
+        return holds if condition.asked == asked.asked else Open(condition.key)
 
     return decide
