@@ -80,6 +80,10 @@ _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
 _OF_A_MESH = words("distribute_module distribute_tensor full_tensor redistribute")
 _IN_GROUP = re.compile(r"\bin [\w.]*group")
 _ANY_OF = re.compile(r"(?:not \()?(?:len\()?([\w.]+)(?:\)(?: [=!<>]=? 0)?)?\)?")
+_READ_OFF = re.compile(
+    r"(?:not )?\(?(?:(?:bool|float|int)\()?([\w.]+?)(?:\.(?:any|item|max|min|sum)\(\))+\)*"
+    r"(?: [=!<>]=? -?[\d.]+)?\)?"
+)
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 # What is found under a guess, and not only left open by it.
 _TOLD = ("the module is sharded", "a rank whose", knowledge.IN_A_GROUP)
@@ -382,12 +386,18 @@ class WaysCompared:
                 yield from self._by_test(each, guess=guess)
 
     def _is_gathered(self, condition: Decision) -> bool:
-        """Whether it asks if there is any of what is gathered from all ranks behind it."""
-        asked = _ANY_OF.fullmatch(condition.key)
+        """Whether it asks if there is any of what is gathered from all ranks behind it, or how much
+        of what they reduce there.
+        """
         value = condition.value
-        known = value.has("agreed", "named") or value.at is not None
-        gathered = self.reader.gathered.get(asked[1], 0) if asked and not known else 0
-        return condition.line < gathered
+        if value.has("agreed", "named") or value.at is not None:
+            return False
+        forms = (_ANY_OF, self.reader.gathered), (_READ_OFF, self.reader.reduced)
+        return any(
+            condition.line < lines.get(asked[1], 0)
+            for form, lines in forms
+            if (asked := form.fullmatch(condition.key))
+        )
 
     def _by_test(
         self, condition: Decision, *, by_rank: bool = False, guess: str = ""

@@ -89,6 +89,7 @@ class Interpreter:
         self.loops = 0
         # What differs by this function's own word: it gathers it, or its length, in these lines.
         self.gathered: dict[str, int] = {}
+        self.reduced: dict[str, int] = {}  # likewise, a tensor
         self.unordered = False  # in a loop over a set
         self.of_items = 0  # loops over what one batch has
         self.meanings: dict[str, str] = {}  # what a name was set to that may be a test

@@ -496,6 +496,9 @@ def _agree(reader: Interpreter, call: calls.Call, made: Collective) -> Abstract:
         into_first = last.startswith("all_") and len(every) > 1
         every = every[:1] if into_first else []
     for each in every:
+        name = dotted(each)
+        if "reduce" in last and not reader.env.get(name, Abstract()).has("agreed"):
+            reader.reduced[name] = node.lineno
         reader.agree_on(each)
     return AGREED.tagged("group") if last in knowledge.GROUPS else AGREED
 
