@@ -81,8 +81,8 @@ _OF_A_MESH = words("distribute_module distribute_tensor full_tensor redistribute
 _IN_GROUP = re.compile(r"\bin [\w.]*group")
 _ANY_OF = re.compile(r"(?:not \()?(?:len\()?([\w.]+)(?:\)(?: [=!<>]=? 0)?)?\)?")
 _READ_OFF = re.compile(
-    r"(?:not )?\(?(?:(?:bool|float|int)\()?([\w.]+?)(?:\.(?:any|item|max|min|sum)\(\))+\)*"
-    r"(?: [=!<>]=? -?[\d.]+)?\)?"
+    r"(?=.*(?:bool|float|int|any|item|max|min|sum)\()(?:not )?\(?(?:bool\(|float\(|int\()?"
+    r"([\w.]+?)(?:\.(?:any|item|max|min|sum)\(\))*\)*(?: [=!<>]=? -?[\d.]+)?\)?"
 )
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 # What is found under a guess, and not only left open by it.
