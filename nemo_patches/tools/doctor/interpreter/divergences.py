@@ -81,7 +81,7 @@ _OF_A_MESH = words("distribute_module distribute_tensor full_tensor redistribute
 _IN_GROUP = re.compile(r"\bin [\w.]*group")
 _ANY_OF = re.compile(r"(?:not \()?(?:len\()?([\w.]+)(?:\)(?: [=!<>]=? 0)?)?\)?")
 _READ_OFF = re.compile(
-    r"(?=.*(?:bool|float|int|any|item|max|min|sum)\()(?:not )?\(?(?:bool\(|float\(|int\()?"
+    r"(?=.*\b(?:bool|float|int|any|item|max|min|sum)\()(?:not )?\(?(?:bool\(|float\(|int\()?"
     r"([\w.]+?)(?:\.(?:any|item|max|min|sum)\(\))*\)*(?: [=!<>]=? -?[\d.]+)?\)?"
 )
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")

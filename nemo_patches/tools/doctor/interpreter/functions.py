@@ -124,12 +124,12 @@ def call_helper(
     if inner.alarm is not None:
         reader.alarm = inner.alarm
     for parameter, expression in _passed(called, call):
-        for outer, own in (
+        for lines, inner_lines in (
             (reader.gathered, inner.gathered),
             (reader.reduced, inner.reduced),
         ):
-            if parameter in own:
-                outer[dotted(expression)] = node.lineno
+            if parameter in inner_lines:
+                lines[dotted(expression)] = node.lineno
         after = inner.env.get(parameter, Abstract())
         before = given.get(parameter, Abstract())
         if after.has("agreed") and not before.has("agreed"):
