@@ -348,7 +348,7 @@ def visit_UnaryOp(reader: Interpreter, node: ast.UnaryOp) -> Abstract:
     at = value.at and tuple(
         negated(each) if isinstance(each, Open) else not each for each in value.at
     )
-    return replace(value, at=at, tags=value.tags & knowledge.CARRIED)
+    return replace(value, at=at, tags=value.tags & (knowledge.CARRIED | AGREED.tags))
 
 
 def visit_BinOp(reader: Interpreter, node: ast.BinOp) -> Abstract:
