@@ -98,6 +98,10 @@ _SAID = re.compile(
     r"(?P<local>local[_ -]?)?rank[ =:_#-]{0,2}(?P<rank>\d{1,6})\b",
     re.IGNORECASE,
 )
+# In what people write above a stack, with its process's id: "host=n2 rank=3 pid=4414"
+_RANK_ABOVE = re.compile(
+    r"(?<![a-z_])(?<!local[ _-])rank[ =:_#-]{0,2}(\d{1,6})\b", re.IGNORECASE
+)
 # A title that a server gives its processes: "sglang::scheduler_TP2", "VLLM::Worker_TP3". Where
 # there is data or pipeline parallelism as well, the numbers are no ranks.
 _TITLE = re.compile(
@@ -370,6 +374,7 @@ def _of_text(text: str, name: str) -> list[Dump]:
     environments: dict[int, _Said] = {}  # by process, 0: the next one
     whose = 0  # the one that is being told
     is_of_next = awaits_thread = False
+    before_it = ""  # the last line that names a rank
     headings = 0
     for number, line in lines:
         if len(line) > _LONGEST_LINE:
@@ -408,10 +413,13 @@ def _of_text(text: str, name: str) -> list[Dump]:
             if own is None and near and number - near.at <= _NEAR:
                 own = near
             whose = 0
-            said_of = own or (said_of if is_of_next else _Said())
+            above = _said_above(before_it, new["pid"])
+            said_of = own or (said_of if is_of_next else above)
             is_of_next, awaits_thread = False, True
-        if "rank" in line.lower() and (told := _said(line, is_new or awaits_thread)):
-            said_of, is_of_next = told, not awaits_thread
+        if "rank" in line.lower():
+            before_it = line
+            if told := _said(line, is_new or awaits_thread):
+                said_of, is_of_next = told, not awaits_thread
         if dump := writers.setdefault((rank, label), _Writer()).take(line):
             awaits_thread = False
             dump.rank, dump.file = rank, name + label
@@ -462,6 +470,12 @@ def _said(line: str, is_of_process: bool) -> _Said | None:
         return None
     rank = int(found["rank"])
     return _Said(local_rank=rank) if found["local"] else _Said(rank)
+
+
+def _said_above(line: str, pid: str) -> _Said:
+    ranks = set(_RANK_ABOVE.findall(line))
+    is_of_it = len(ranks) == 1 and re.search(rf"\b{pid}\b", line)
+    return _Said(int(ranks.pop())) if is_of_it else _Said()
 
 
 class _Writer:

@@ -148,8 +148,7 @@ ROWS = (
         r"(?:\[[Rr]ank[ =]?|world_rank=|\b(?:[Rr]unning on|as) rank )(\d{1,7})\b(?!\]$)|"
         r"\[rank=(\d{1,7})\] pid=(\d{1,9})|"
         r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b|"
-        r"(?<!ocal )\b[Rr]ank[ =:]{0,2}(\d{1,7}),? "
-        r"(?:(?:on |at |host[ =:]|node[ =:])[\w.-]{1,80},? )?\(?pid[ =:]{1,2}(\d{1,9})\b)"
+        r"(?<!ocal )\b[Rr]ank[ =:]{0,2}(\d{1,7}),? \(?pid[ =:]{1,2}(\d{1,9})\b)"
         r"(?:(?: ?/| of|, world_size=) ?(?:size )?(\d{1,7}))?",
         reader="pid",
         follows=True,
