@@ -240,10 +240,12 @@ class Dump:
 
     @property
     def is_rank(self) -> bool:
-        """False for a data loader's worker, a launcher, or multiprocessing's own process."""
-        frames = self.main.frames
+        """False for a data loader's worker, a launcher, or multiprocessing's own process. A rank
+        that one of them has forked has its frames, too, below those of its own.
+        """
+        own = takewhile(lambda frame: frame.name != "_bootstrap", self.main.frames)
         return not self.is_worker and not any(
-            _NO_RANKS.search(frame.file) for frame in frames
+            _NO_RANKS.search(frame.file) for frame in own
         )
 
     @property
