@@ -139,6 +139,7 @@ class _Reading:
         # The last earlier launch with any facts.
         self._before: tuple[LaunchFacts, Evidence] | None = None
         self._launches = 0  # begun in the one file
+        self._telling = 0  # of them, those that tell anything
         self._begun = 0  # likewise in another one
         self.restarted: set[Path] = set()  # of others, where launches follow launches
         self._facts = 0  # of the one file's present launch, so far
@@ -269,6 +270,7 @@ class _Reading:
         if self._before is not None and self._launch.never_began(_FEW_LINES):
             return
         if self._launch.found.tells_anything or told.findings:
+            self._telling += 1
             self._before = self._launch.found, told
 
     def finish(self) -> None:
@@ -297,7 +299,7 @@ class _Reading:
         ]
         if found.patched and not found.tells_anything and not found.reports:
             evidence.summary.append(ALL_WELL)
-        if self._launches > 1:
+        if self._telling > 1 or (self._before and found is not self._launch.found):
             text = (
                 f"{self._launches} launches in one log: told is of the last one that"
                 " tells anything"
