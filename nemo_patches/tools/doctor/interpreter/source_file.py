@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -281,11 +281,11 @@ class SourceFile:
             said = self.source("rank" if argument.arg in ranks else argument.arg)
             value = given.get(argument.arg) or said or self._argument(argument, default)
             if definition.name.endswith(".__init__") and "optional" not in value.tags:
-                value = replace(value, level=min(value.level, UNKNOWN))
+                value = value._replace(level=min(value.level, UNKNOWN))
             if not given:
                 value = self._as_called(definition, argument.arg, value)
             if begins_sampler and value.level == DATA:  # of the whole data set
-                value = replace(value, level=UNKNOWN)
+                value = value._replace(level=UNKNOWN)
             if (
                 given
                 and argument.arg not in given
@@ -395,7 +395,7 @@ class SourceFile:
             if self.shares_buffers and value.has("updated"):
                 continue
             tags = [each for each in value.tags if not each.startswith(FILLED)]
-            value = replace(value, tags=frozenset(tags))
+            value = value._replace(tags=frozenset(tags))
             if value.has("alone") and any(
                 each.has("agreed") for each in self.set_to.get(last_part(key), ())
             ):
