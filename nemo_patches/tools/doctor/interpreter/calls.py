@@ -74,9 +74,9 @@ def _of_ranks(call: Call) -> Abstract | None:
     if call.origin in ("os.environ.get", "os.getenv"):
         variable = constant(node.args[0]) if node.args else None
         return file.source(f"${variable}") or Abstract()
-    if not call.given:
+    if call.name in OPERATIONS and not call.given:
         columns = [each.at for each in call.args]
-        at = applied(OPERATIONS.get(call.name), columns, text_of(node))
+        at = applied(OPERATIONS[call.name], columns, text_of(node))
         if at is not None:
             return mixed(call.args)._replace(at=at)
     bare = not node.args and not node.keywords
@@ -261,6 +261,8 @@ def _mixed(call: Call) -> Abstract:
 
 def _of_items(call: Call) -> Abstract | None:
     """How surely ranks differ in its number of items, and what one is; None of other calls."""
+    if call.last not in knowledge.GIVING_ITEMS:
+        return None
     value = _mixed(call)
     if call.last in knowledge.SAME_COUNT:
         return _entries(call, value)

@@ -220,8 +220,10 @@ def _hand_over(reader: Interpreter, call: calls.Call) -> None:
 
 def _handle(reader: Interpreter, call: calls.Call) -> None:
     """Add a handler of this file to a logger, or run those that a record comes to."""
-    logger = str(call.owner.ref)
     method = knowledge.HANDLERS.get(call.last, "")
+    if not method and call.last not in knowledge.RECORDS:
+        return
+    logger = str(call.owner.ref)
     given = [*call.args, *(each for one in call.given.values() for each in one.parts)]
     for each in given if method else ():
         handler = reader.file.method(each.ref, method) if each.has("instance") else None
@@ -246,10 +248,10 @@ def _keep(reader: Interpreter, call: calls.Call) -> None:
     if call.last == "sort" and held:
         reader.set(held, call.owner.without("set"))
     name = held or call.name
-    given = mixed([*call.args, *call.given.values()])
     known = reader.env.get(name)
     holds = parts_of(last_part(name)) & knowledge.HOLDING
-    if known is not None and given.level >= DATA and holds:
+    given = (*call.args, *call.given.values())
+    if known is not None and holds and mixed(given).level >= DATA:
         reader.set(name, known._replace(level=DATA))
 
 
@@ -385,8 +387,10 @@ def _add_keys(reader: Interpreter, name: str, call: calls.Call) -> None:
 
 def _update(reader: Interpreter, call: calls.Call) -> None:
     """A tensor that is changed in place by this rank's data: `self.count.mul_(0.9).add_(new)`."""
+    if not call.last.endswith("_"):
+        return
     given = mixed([*call.args, *call.given.values()])
-    if not call.last.endswith("_") or given.level < DATA:
+    if given.level < DATA:
         return
     node: ast.expr = call.node
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -320,6 +320,8 @@ ALL_ITEMS = words("""
     """)
 PASSED_ON = words("deque enumerate fromkeys iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
+# Calls of which it is known what items they give.
+GIVING_ITEMS = PASSED_ON | SAME_COUNT | {"islice", "range", "zip"}
 TEXTS = words("classes columns fields key keys labels name names")
 OF_SETS = words("copy difference intersection symmetric_difference union")
 DICTS = words("Counter OrderedDict defaultdict dict")

@@ -35,6 +35,7 @@ from nemo_patches.tools.doctor.syntax import (
     functions,
     last_part,
     nodes,
+    text_of,
 )
 
 _MOST_BASES = 20
@@ -330,7 +331,7 @@ class SourceFile:
 
     def _argument(self, argument: ast.arg, default: ast.expr | None) -> Abstract:
         name = argument.arg
-        types = {last_part(dotted(each)) for each in ast.walk(argument)}
+        types = {last_part(dotted(each)) for each in nodes(argument, ast.AST)}
         optional = isinstance(default, ast.Constant)
         tensor = "Tensor" in types
         level = DATA if tensor or sounds_like_data(name) else UNKNOWN
@@ -383,6 +384,8 @@ class SourceFile:
         self, definition: Definition | None, name: str, *, beyond: bool = False
     ) -> Definition | None:
         """A method of a class or of its bases. beyond: of its bases alone, as super() has it."""
+        if definition is None:
+            return None
         for each in self.bases(definition)[0]:
             if name in each.methods and not (beyond and each is definition):
                 return each.methods[name]
@@ -413,7 +416,7 @@ def methods_of(node: ast.ClassDef) -> Definition:
 
 def _class_in(annotation: ast.expr) -> str:
     """X of `Optional[X]`, `X | None` and `"X"`; no class of a list of X."""
-    return re.sub(_PERHAPS, "", ast.unparse(annotation))
+    return re.sub(_PERHAPS, "", text_of(annotation))
 
 
 @lru_cache(maxsize=1000)

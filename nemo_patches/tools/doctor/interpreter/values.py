@@ -97,6 +97,8 @@ def mixed(values: Sequence[Abstract]) -> Abstract:
     """Of something that is made of these."""
     tags = _NO_TAGS.union(*[each.tags for each in values])
     level = max([each.level for each in values], default=SAME)
+    if not tags:  # as with most
+        return Abstract(level)
     agreed = tags & AGREED.tags if level == SAME else _NO_TAGS
     kept = carried(tags) | agreed
     if values and all(each.has("one device") for each in values):
