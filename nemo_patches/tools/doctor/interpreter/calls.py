@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.members import OPERATIONS, applied
-from nemo_patches.tools.doctor.interpreter.names import is_loader, parts_of
+from nemo_patches.tools.doctor.interpreter.names import is_loader, parts_of, says
 from nemo_patches.tools.doctor.interpreter.source_file import SourceFile
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
@@ -106,7 +105,7 @@ def _known(call: Call) -> Abstract | None:
         return Abstract(count=SAME, item=Abstract(DATA))
     if call.owner.has("instance") and call.last in knowledge.CONTAINERS:
         return call.owner  # model.cuda()
-    if re.match(knowledge.METRICS, call.origin):
+    if says(call.origin, knowledge.METRICS):
         without = [each.arg for each in node.keywords if constant(each.value) is False]
         alone = "sync_on_compute" in without or mixed(call.args).has("one device")
         return tagged("one device" if alone else "metric")
@@ -125,11 +124,11 @@ def _known(call: Call) -> Abstract | None:
         return tagged("gradient")
     if call.last in knowledge.SEEDING and _of_rank(call):
         call.file.seeded_by_rank = True
-    if re.search(knowledge.OF_PROCESS, call.origin):
+    if says(call.origin, knowledge.OF_PROCESS):
         size = call.given.get("size")
         drawn = tagged(*(["random"] if "rand" in call.last else []), level=VARIES)
         return drawn._replace(count=size.level if size else None)
-    if re.search(knowledge.LOCKS, call.origin) and not _of_rank(call):
+    if says(call.origin, knowledge.LOCKS) and not _of_rank(call):
         return tagged("lock")
     if call.last in knowledge.FILES:
         own = any(each.level == DATA for each in (call.owner, *call.args))
@@ -144,7 +143,7 @@ def _sounds_agreed(call: Call) -> bool:
     along = first.at is not None and isinstance(first.at[0], int)
     along = along and len(call.args) > 1
     along = along or "index" in call.given
-    local = along or re.match(knowledge.OF_ONE_RANK, call.origin)
+    local = along or says(call.origin, knowledge.OF_ONE_RANK)
     return bool(parts_of(call.last) & knowledge.AGREEING) and not local
 
 
@@ -218,7 +217,7 @@ def _by_name(call: Call) -> Abstract:
     given = [*call.args, *call.given.values()]
     if call.last in knowledge.SIZED and any(each.level for each in given):
         value = value.tagged("own_size")
-    if re.match(knowledge.LAYERS, call.origin):
+    if says(call.origin, knowledge.LAYERS):
         value = value.tagged(f"layer at {node.lineno}:{node.col_offset}")
     if call.last == "ceil":
         value = value.tagged("rounded")

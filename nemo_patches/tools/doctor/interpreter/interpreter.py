@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from nemo_patches.tools.doctor.interpreter.members import (
 )
 from nemo_patches.tools.doctor.interpreter.names import (
     parts_of,
+    says,
     sounds_like_data,
 )
 from nemo_patches.tools.doctor.interpreter.skeleton import (
@@ -313,7 +313,7 @@ class Interpreter:
         value = condition.value
         own = self.of_items and (value.level >= DATA or value.has("lacks"))
         own = own or (value.level == VARIES and not value.has("file"))
-        return own and not re.search(knowledge.FORM_OF_ITEM, condition.key)
+        return own and not says(condition.key, knowledge.FORM_OF_ITEM)
 
     def of_own_keys(self, known: Environment, before: Environment) -> Environment:
         """The names behind what some turns leave out, as their keys are those of the others."""
@@ -349,7 +349,7 @@ class Interpreter:
         if named and value.has("taken"):  # whether all of it has been worked off
             return value._replace(level=VARIES)
         # A list that an object has was filled in an earlier step.
-        kept = named and re.fullmatch(r"\w+(\.\w+)+", self.meaning(node)) is not None
+        kept = named and says(self.meaning(node), r"^\w+(\.\w+)+\Z")
         alike = kept and value.count == SAME and not value.has("chosen")
         unlike = value.level == VARIES and value.count in (UNKNOWN, DATA)
         if named and value.level >= DATA and (alike or unlike):

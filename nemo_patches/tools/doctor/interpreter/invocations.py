@@ -17,9 +17,7 @@ from nemo_patches.tools.doctor.interpreter.functions import (
     summary,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
-from nemo_patches.tools.doctor.interpreter.names import (
-    parts_of,
-)
+from nemo_patches.tools.doctor.interpreter.names import parts_of, says
 from nemo_patches.tools.doctor.interpreter.peer_messages import message_of
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
@@ -143,7 +141,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     message = message_of(call, reader.ranges)
     if message is not None:
         reader.items.append(message)
-    sounds = re.search(knowledge.SOUNDS_COLLECTIVE, call.origin)
+    sounds = says(call.origin, knowledge.SOUNDS_COLLECTIVE)
     if sounds and last not in reader.file.env:
         reader.items.append(Unseen(call.name))
     if call.last in knowledge.ADDING and isinstance(node.func, ast.Attribute):
@@ -164,7 +162,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     _pass_on(reader, call)
     _hand_over(reader, call)
     value = calls.called(call)
-    if node.args and re.search(knowledge.AGREES_IN_PLACE, call.last):
+    if node.args and says(call.last, knowledge.AGREES_IN_PLACE):
         reader.agree_on(node.args[0])
     return value
 
@@ -274,9 +272,7 @@ def _lambda(reader: Interpreter, function: ast.Lambda, call: calls.Call) -> Abst
 def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstract:
     """An object of a class of this file: what its constructor sets."""
     made = tagged("instance")._replace(ref=of_class)
-    if any(
-        re.match(knowledge.METRICS, each) for each in reader.file.bases(of_class)[1]
-    ):
+    if any(says(each, knowledge.METRICS) for each in reader.file.bases(of_class)[1]):
         made = made.tagged("metric")
     begin = reader.file.method(of_class, "__init__")
     if begin is None:

@@ -99,7 +99,7 @@ ON_DDP = (
 NOT_FOR_BACKWARD = "whose result is not used, so that no gradients are reduced"
 # Layers with parameters, and what is said of a call of theirs.
 LAYERS = (
-    r"torch\.nn\.\w*(Attention|Conv\dd|Embedding|GRU|LSTM|Linear|Norm\w*|Sequential"
+    r"^torch\.nn\.\w*(Attention|Conv\dd|Embedding|GRU|LSTM|Linear|Norm\w*|Sequential"
     r"|Transformer\w*)$"
 )
 LAYER_AT = re.compile("layer at ")  # a tag: and where it is made
@@ -148,7 +148,7 @@ AGREEING = words("""
     distributed gather gathered rank ranks reduce reduced sync synced synchronize world
     """)
 # Of packages in which the same words say nothing of ranks.
-OF_ONE_RANK = r"(einops|functools|itertools|numpy)\.|torch\.(?!distributed\.)"
+OF_ONE_RANK = r"^((einops|functools|itertools|numpy)\.|torch\.(?!distributed\.))"
 # What wraps a module for several ranks, what it makes of it, and a part of where it is from.
 WRAPPERS = {
     "DistributedDataParallel": ("ddp", ""),
@@ -415,7 +415,7 @@ MESSAGES = {
 ELSEWHERE = "no other file has its other end"
 MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 # A class that gathers from all ranks in compute().
-METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
+METRICS = r"^(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
     @engine alone counted ddp even file fsdp gradient keyed lacks loader metric named next own_size

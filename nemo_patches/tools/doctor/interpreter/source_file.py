@@ -95,7 +95,7 @@ class SourceFile:
         self.origins = dict(_origins(tree))
         self.mentioned = {
             part
-            for node in ast.walk(tree)
+            for node in nodes(tree, ast.AST)
             for kind in _NAMING
             if isinstance(text := getattr(node, kind, ""), str)
             for part in text.split(".")
@@ -152,6 +152,8 @@ class SourceFile:
         }
         if not (self.shares_buffers and self.mentioned & knowledge.DDP):
             self.buffers = set()
+        self.constants: dict[object, Abstract] = {}
+        self.sources: dict[str, Abstract | None] = {}
         self.wrapped = dict(_deepspeed_engines(tree))
         self.attributes: dict[str, dict[str, Abstract]] = {}
         # By the last part of a name, what attributes of any object and globals are set to.
@@ -232,11 +234,20 @@ class SourceFile:
         )
 
     def constant(self, value: object) -> Abstract:
-        tag = "nothing" if value is None else "const"
-        return Abstract(at=(value,) * len(self.members), tags=frozenset({tag}))
+        key = type(value), value  # 1 is True, and is another constant
+        if key not in self.constants:
+            tags = frozenset({"nothing" if value is None else "const"})
+            at = (value,) * len(self.members)
+            self.constants[key] = Abstract(at=at, tags=tags)
+        return self.constants[key]
 
     def source(self, name: str) -> Abstract | None:
         """What a name says on each member; None where it says nothing of ranks."""
+        if name not in self.sources:
+            self.sources[name] = self._source(name)
+        return self.sources[name]
+
+    def _source(self, name: str) -> Abstract | None:
         said = knowledge.SAID_BY.get(last_part(name))
         if said is None:
             return None

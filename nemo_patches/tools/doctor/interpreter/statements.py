@@ -155,13 +155,13 @@ def visit_Assign(reader: Interpreter, node: ast.Assign) -> None:
     if isinstance(getattr(node.value, "right", None), ast.Constant):  # count += 1
         value = value.tagged("const")
     for target in node.targets:
-        with reader.inside() as items:
-            reader.assign(target, value)
+        before = len(reader.items)
+        reader.assign(target, value)
+        items = reader.items[before:]
         if items and (value.level == VARIES or reader.by_rank(value)):
             # A setting of all ranks, which a rank's own value is given to.
             asked = reader.decided_by(node.value, value, node)
-            items = [Branch(asked, items, [])]
-        reader.items += items
+            reader.items[before:] = [Branch(asked, items, [])]
         if isinstance(target, ast.Name) and isinstance(node.value, _ASKED):
             reader.meanings[target.id] = reader.meaning(node.value)
     if all(
