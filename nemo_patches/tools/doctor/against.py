@@ -18,9 +18,8 @@ from nemo_patches.tools.doctor import report
 from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import ROLES
 from nemo_patches.tools.doctor.examination import Examination
-from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.refused import DoctorError
-from nemo_patches.tools.doctor.trees import Keys
+from nemo_patches.tools.doctor.trees import UNKNOWN, Keys
 from nemo_patches.tools.doctor.yaml_text import LOADER
 
 NOT_SET = "not set"  # as references.yaml has it, too

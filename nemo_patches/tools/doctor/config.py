@@ -11,12 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from nemo_patches.tools.doctor import interpolations, yaml_text
-from nemo_patches.tools.doctor.interpolations import UNKNOWN
+from nemo_patches.tools.doctor import yaml_text
 from nemo_patches.tools.doctor.refused import DoctorError
-from nemo_patches.tools.doctor.trees import Keys, walk, with_names
+from nemo_patches.tools.doctor.trees import UNKNOWN, Keys, walk, with_names
 from nemo_patches.tools.doctor.yaml_text import YamlText
 
 _LONGEST_SHOWN = 100  # characters of a value in a finding
@@ -203,10 +200,12 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
     """The same for a text that was read already."""
+    from nemo_patches.tools.doctor.interpolations import resolve  # and OmegaConf: 0.2 s
+
     tree = deepcopy(source.tree)
     _check_defaults(source, tree)
     tree, overridden = _with_overrides(source.path, tree, overrides)
-    found = interpolations.resolve(source, tree)
+    found = resolve(source, tree)
     _read_inputs(tree)
     return Config(
         source=source,
@@ -261,6 +260,7 @@ def _with_overrides(
         return tree, frozenset()
     from hydra._internal.config_loader_impl import ConfigLoaderImpl  # 0.2 s
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
 
     parser = OverridesParser.create()
     given: set[Keys] = set()

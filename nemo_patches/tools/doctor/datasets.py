@@ -16,9 +16,8 @@ from typing import Any
 from nemo_patches.tools.doctor import inputs
 from nemo_patches.tools.doctor.config import Config, Section, Value
 from nemo_patches.tools.doctor.inputs import Draw, Inputs
-from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.known_keys import TABLE
-from nemo_patches.tools.doctor.trees import Keys, entries
+from nemo_patches.tools.doctor.trees import UNKNOWN, Keys, entries
 
 ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}
 _KEYS = TABLE["sets"]

@@ -117,6 +117,8 @@ def examine(
         return Examination(str(path), job.headline, checked(job, rules), config=config)
     except DoctorError as error:
         return Examination(str(path), error=str(error))
+    except ModuleNotFoundError:  # what to install is said where the command begins
+        raise
     except Exception as error:  # one file's fault hides not what others have
         said = f"{path}: the doctor failed on it: {type(error).__name__}: {error}"
         return Examination(str(path), error=f"{said}; please report it, with the file")

@@ -14,7 +14,7 @@ from omegaconf.errors import (
 )
 
 from nemo_patches.tools.doctor.refused import DoctorError
-from nemo_patches.tools.doctor.trees import Keys, place, put, walk, with_names
+from nemo_patches.tools.doctor.trees import UNKNOWN, Keys, place, put, walk, with_names
 from nemo_patches.tools.doctor.yaml_text import YamlText
 
 _MISSING = "???"  # OmegaConf's word for a value that is still to be given
@@ -22,14 +22,6 @@ _OF_MACHINE = "\0of the job's machine\0"  # stands for what a resolver would giv
 # ${name:arguments}, also with an interpolation as the name.
 _RESOLVER = re.compile(r"\$\{(?:[^{}:]|\{[^{}]*\})*:")
 _CIRCLE = "leads back to itself, or through too many others"
-
-
-class Unknown:
-    def __repr__(self) -> str:
-        return "not known before the job runs"
-
-
-UNKNOWN = Unknown()
 
 
 @dataclass

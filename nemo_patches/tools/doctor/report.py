@@ -14,7 +14,7 @@ from nemo_patches.tools import counted
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.examination import Examination
 from nemo_patches.tools.doctor.finding import ERROR, NOTE, WARNING, Rule, Severity
-from nemo_patches.tools.doctor.interpolations import UNKNOWN
+from nemo_patches.tools.doctor.trees import UNKNOWN
 
 _STYLES = {ERROR: "bold red", WARNING: "yellow", NOTE: "dim"}
 

@@ -50,7 +50,10 @@ def nodes(node: ast.AST, *kinds: type[Node]) -> Iterator[Node]:
 @lru_cache(maxsize=5_000)
 def _walked(node: ast.AST) -> tuple[ast.AST, ...]:
     """Several rules ask for the same trees."""
-    return tuple(ast.walk(node))
+    found = [node]
+    for each in found:  # as ast.walk, which takes twice as long
+        found += ast.iter_child_nodes(each)
+    return tuple(found)
 
 
 def constant(node: ast.AST | None) -> object:

@@ -9,6 +9,14 @@ from typing import Any
 Keys = tuple[str, ...]
 
 
+class Unknown:
+    def __repr__(self) -> str:
+        return "not known before the job runs"
+
+
+UNKNOWN = Unknown()
+
+
 def entries(node: Any) -> list[tuple[str, Any]]:
     """The keys of a mapping, or the indices of a list, and their values; none of anything else."""
     if isinstance(node, dict):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import _utils
 
 from nemo_patches.tools.doctor.refused import DoctorError
 from nemo_patches.tools.doctor.trees import Keys, with_names
@@ -71,7 +70,7 @@ def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
     """The same for a text; path: the name to use for it."""
     try:
         _check_depth(text)
-        loader = _Loader(text)
+        loader = _loader(text)
         root = loader.get_single_node()
         if root is None or root.id != expected:
             what = f"the top level is a {root.id}" if root else "empty"
@@ -102,11 +101,7 @@ def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
 class _Loader(LOADER):  # type: ignore[misc]
     """PyYAML's, with OmegaConf's own rules on what is a number, and on keys that are there twice;
     OmegaConf's loader is ten times as slow.
-
-    OmegaConf 2.3 has no public name for them.
     """
-
-    yaml_implicit_resolvers = _utils.get_yaml_loader().yaml_implicit_resolvers
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Leave each key once, as text, with the mapping's own after merged ones."""
@@ -127,6 +122,15 @@ class _Loader(LOADER):  # type: ignore[misc]
         node.value = list({str(pair[0].value): pair for pair in node.value}.values())
         for key, _ in node.value:
             key.tag = _STRING
+
+
+def _loader(text: str) -> _Loader:
+    from omegaconf import _utils  # 0.2 s, and a check of code needs none of it
+
+    loader = _Loader(text)
+    # OmegaConf 2.3 has no public name for them.
+    loader.yaml_implicit_resolvers = _utils.get_yaml_loader().yaml_implicit_resolvers
+    return loader
 
 
 def _check_depth(text: str) -> None:

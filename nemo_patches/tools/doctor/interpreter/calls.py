@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.members import OPERATIONS, applied
-from nemo_patches.tools.doctor.interpreter.names import is_loader, parts_of
+from nemo_patches.tools.doctor.interpreter.names import is_loader, parts_of, says
 from nemo_patches.tools.doctor.interpreter.source_file import SourceFile
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
@@ -74,11 +73,11 @@ def _of_ranks(call: Call) -> Abstract | None:
     if call.origin in ("os.environ.get", "os.getenv"):
         variable = constant(node.args[0]) if node.args else None
         return file.source(f"${variable}") or Abstract()
-    if not call.given:
+    if call.name in OPERATIONS and not call.given:
         columns = [each.at for each in call.args]
-        at = applied(OPERATIONS.get(call.name), columns, text_of(node))
+        at = applied(OPERATIONS[call.name], columns, text_of(node))
         if at is not None:
-            return replace(mixed(call.args), at=at)
+            return mixed(call.args)._replace(at=at)
     bare = not node.args and not node.keywords
     said = knowledge.SAID_BY.get(call.last)
     settings = [text_of(each) for each in node.args] == ["args"]  # is_primary(args)
@@ -106,7 +105,7 @@ def _known(call: Call) -> Abstract | None:
         return Abstract(count=SAME, item=Abstract(DATA))
     if call.owner.has("instance") and call.last in knowledge.CONTAINERS:
         return call.owner  # model.cuda()
-    if re.match(knowledge.METRICS, call.origin):
+    if says(call.origin, knowledge.METRICS):
         without = [each.arg for each in node.keywords if constant(each.value) is False]
         alone = "sync_on_compute" in without or mixed(call.args).has("one device")
         return tagged("one device" if alone else "metric")
@@ -125,11 +124,11 @@ def _known(call: Call) -> Abstract | None:
         return tagged("gradient")
     if call.last in knowledge.SEEDING and _of_rank(call):
         call.file.seeded_by_rank = True
-    if re.search(knowledge.OF_PROCESS, call.origin):
+    if says(call.origin, knowledge.OF_PROCESS):
         size = call.given.get("size")
         drawn = tagged(*(["random"] if "rand" in call.last else []), level=VARIES)
-        return replace(drawn, count=size.level if size else None)
-    if re.search(knowledge.LOCKS, call.origin) and not _of_rank(call):
+        return drawn._replace(count=size.level if size else None)
+    if says(call.origin, knowledge.LOCKS) and not _of_rank(call):
         return tagged("lock")
     if call.last in knowledge.FILES:
         own = any(each.level == DATA for each in (call.owner, *call.args))
@@ -144,7 +143,7 @@ def _sounds_agreed(call: Call) -> bool:
     along = first.at is not None and isinstance(first.at[0], int)
     along = along and len(call.args) > 1
     along = along or "index" in call.given
-    local = along or re.match(knowledge.OF_ONE_RANK, call.origin)
+    local = along or says(call.origin, knowledge.OF_ONE_RANK)
     return bool(parts_of(call.last) & knowledge.AGREEING) and not local
 
 
@@ -159,8 +158,8 @@ def _dealt(call: Call) -> Abstract:
     value = _mixed(call)
     even = value.has("even") or "apply_padding" in call.given
     if _of_rank(call):
-        return replace(value, count=SAME if even else VARIES)
-    return replace(value, count=SAME).tagged("dealt")
+        return value._replace(count=SAME if even else VARIES)
+    return value._replace(count=SAME).tagged("dealt")
 
 
 def _by_name(call: Call) -> Abstract:
@@ -182,7 +181,7 @@ def _by_name(call: Call) -> Abstract:
         return Abstract(UNKNOWN)
     value = _mixed(call)
     if call.last in knowledge.COUNTING and value.level in (UNKNOWN, DATA):
-        value = replace(value, level=DATA).tagged("counted")
+        value = value._replace(level=DATA).tagged("counted")
     if "norm" in parts_of(call.last) and value.has(
         "gradient"
     ):  # they have been reduced
@@ -195,7 +194,7 @@ def _by_name(call: Call) -> Abstract:
         varies = (first.turns >= DATA and not of_all) or (
             first.has("letter") and first.level == DATA
         )
-        value = replace(value, level=VARIES if varies else SAME, count=first.count)
+        value = value._replace(level=VARIES if varies else SAME, count=first.count)
         own = ["file"] if first.count == VARIES else []  # not what a folder has
         return value.without("gradient", *own)
     by_function = isinstance(node.func, ast.Name) or call.last == "tolist"
@@ -204,12 +203,12 @@ def _by_name(call: Call) -> Abstract:
     if call.name.endswith(".size") and call.owner.has("full") and asked == [0]:
         return Abstract()
     if call.last in knowledge.READ_OFF and value.level >= enough:
-        value = replace(value, level=VARIES).without("gradient", "next")
+        value = value._replace(level=VARIES).without("gradient", "next")
     if call.origin == "re.compile":
         value = value.tagged("pattern")
     of_pattern = call.origin.startswith("re.") or call.owner.has("pattern")
     if of_pattern and call.last in knowledge.FINDING and value.level == DATA:
-        value = replace(value, level=VARIES).tagged("chosen")
+        value = value._replace(level=VARIES).tagged("chosen")
     if call.origin in knowledge.NEW_TENSORS and all(
         isinstance(each, (ast.Constant, ast.List)) for each in node.args
     ):
@@ -218,18 +217,18 @@ def _by_name(call: Call) -> Abstract:
     given = [*call.args, *call.given.values()]
     if call.last in knowledge.SIZED and any(each.level for each in given):
         value = value.tagged("own_size")
-    if re.match(knowledge.LAYERS, call.origin):
+    if says(call.origin, knowledge.LAYERS):
         value = value.tagged(f"layer at {node.lineno}:{node.col_offset}")
     if call.last == "ceil":
         value = value.tagged("rounded")
     if last_part(call.origin) in knowledge.DICTS:
         value = value.tagged("grows", *(f"{FILLED}{each}" for each in call.given))
         if any(each.has("keyed") for each in call.args):
-            value = replace(value, count=VARIES)
+            value = value._replace(count=VARIES)
     if call.name == "dict" or call.last[:1].isupper():
-        value = replace(value, entries=tuple(call.given.items())).tagged("object")
+        value = value._replace(entries=tuple(call.given.items())).tagged("object")
         if call.name != "dict":  # what an object decides is in what it is asked
-            value = replace(value, level=min(value.level, DATA))
+            value = value._replace(level=min(value.level, DATA))
     if call.name in ("frozenset", "set") or (
         call.owner.has("set") and call.last in knowledge.OF_SETS
     ):
@@ -238,12 +237,12 @@ def _by_name(call: Call) -> Abstract:
     queue = knowledge.QUEUES & parts_of(dotted(getattr(node.func, "value", node)))
     if call.name == "next" or (queue and call.last in knowledge.TAKING):
         count = VARIES if call.args and call.args[0].count == VARIES else None
-        return replace(value, count=count).tagged("next")
+        return value._replace(count=count).tagged("next")
     if call.last in knowledge.SELECTING and len(call.args) > 1:
-        return replace(value, count=call.args[1].turns)
+        return value._replace(count=call.args[1].turns)
     if call.last == "DataLoader" and any(each.count == VARIES for each in given):
-        return replace(value, count=VARIES)
-    return replace(value, count=UNKNOWN) if is_loader(text_of(node)) else value
+        return value._replace(count=VARIES)
+    return value._replace(count=UNKNOWN) if is_loader(text_of(node)) else value
 
 
 def _converts(call: Call) -> bool:
@@ -261,6 +260,8 @@ def _mixed(call: Call) -> Abstract:
 
 def _of_items(call: Call) -> Abstract | None:
     """How surely ranks differ in its number of items, and what one is; None of other calls."""
+    if call.last not in knowledge.GIVING_ITEMS:
+        return None
     value = _mixed(call)
     if call.last in knowledge.SAME_COUNT:
         return _entries(call, value)
@@ -270,25 +271,25 @@ def _of_items(call: Call) -> Abstract | None:
     ]
     if call.last == "zip":  # labels beside outputs are those of a batch
         items = [each.without("named") for each in items]
-        item = replace(mixed(items), parts=tuple(items))
+        item = mixed(items)._replace(parts=tuple(items))
         turns = [each.turns for each in call.args]
-        return replace(value, count=min(turns, default=SAME), item=item)
+        return value._replace(count=min(turns, default=SAME), item=item)
     if call.last == "range":
         share = len(call.args) > 2 and _of_rank(call)
         # Every so many from the rank's number on.
         count = VARIES if share and not call.args[1].has("sized") else None
-        return replace(value, count=count, item=Abstract())
+        return value._replace(count=count, item=Abstract())
     if call.last == "islice" and call.args:
         stop = call.args[min(2, len(call.args) - 1)]
         most = VARIES if stop.has("nothing") else stop.level
-        return replace(value, count=min(call.args[0].turns, most), item=items[0])
+        return value._replace(count=min(call.args[0].turns, most), item=items[0])
     if call.last in knowledge.PASSED_ON and call.args:
         item = items[0]
         if call.last == "enumerate":
             item = Abstract(parts=(Abstract(), item))
         if call.args[0].has("set") and call.last != "sorted":
             value = value.tagged("set")
-        value = replace(value, count=call.args[0].count, item=item)
+        value = value._replace(count=call.args[0].count, item=item)
         lazy = call.last in ("enumerate", "iter", "tqdm")
         return _as_generator(value, call.args[0]) if lazy else value
     return None
@@ -297,7 +298,7 @@ def _of_items(call: Call) -> Abstract | None:
 def _as_generator(value: Abstract, first: Abstract) -> Abstract:
     """What takes its items one by one from another one."""
     kinds = first.tags & {"generator", "instance"}
-    return replace(value.tagged(*kinds), ref=first.ref) if kinds else value
+    return value.tagged(*kinds)._replace(ref=first.ref) if kinds else value
 
 
 def _entries(call: Call, value: Abstract) -> Abstract:
@@ -305,9 +306,9 @@ def _entries(call: Call, value: Abstract) -> Abstract:
     count = VARIES if of_dict and call.owner.turns == VARIES else SAME
     key = Abstract(DATA) if call.owner.has("keyed") else Abstract()
     inner = item_of(value, text_of(call.node))
-    item = {"keys": key, "items": replace(inner, parts=(key, inner))}.get(call.last)
+    item = {"keys": key, "items": inner._replace(parts=(key, inner))}.get(call.last)
     value = value.tagged("set") if call.owner.has("set") else value
-    return replace(value, count=count, item=item)
+    return value._replace(count=count, item=item)
 
 
 def item_of(value: Abstract, text: str) -> Abstract:

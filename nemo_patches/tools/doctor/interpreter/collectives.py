@@ -7,6 +7,7 @@ import re
 
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.calls import Call
+from nemo_patches.tools.doctor.interpreter.names import says
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     FORWARD,
     LOG,
@@ -42,7 +43,7 @@ def collective_of(call: Call) -> Collective | None:
             if _of_unwrapped(call):
                 return None
             grouped = "gathers sharded" not in row.why and of_a_group(call)
-            if grouped and re.search(knowledge.ALONE_OR_ALIKE, _text_of_group(call)):
+            if grouped and says(_text_of_group(call), knowledge.ALONE_OR_ALIKE):
                 return None
             whole = text_of(call.node.func) if name.startswith("()") else name
             kind = row.pairs_with or last
@@ -71,7 +72,7 @@ def _text_of_group(call: Call) -> str:
     args = [
         each
         for each, value in zip(call.node.args, call.args, strict=True)
-        if value.has("group") or re.search(knowledge.GROUP_NAME, text_of(each).lower())
+        if value.has("group") or says(text_of(each).lower(), knowledge.GROUP_NAME)
     ]
     return " ".join(map(ast.unparse, (call.node.func, *args, *call.node.keywords)))
 
@@ -190,7 +191,7 @@ def of_a_group(call: Call) -> bool:
         not each.endswith("WORLD")
         and not call.env.get(each, Abstract()).has("nothing")
         and (
-            re.search(knowledge.GROUP_NAME, each.lower())
+            says(each.lower(), knowledge.GROUP_NAME)
             or call.env.get(each, Abstract()).has("group")
         )
         for each in names

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -147,7 +146,7 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
             return known[f"self.{node.attr}"]
     said = reader.file.source(name) or reader.file.by_rank.get(node.attr)
     if said is not None:
-        return replace(said, ref=said.ref or reader.file.reference(name))
+        return said._replace(ref=said.ref or reader.file.reference(name))
     if method is not None:
         return Abstract(ref=method)
     if node.attr in knowledge.OF_FORM:
@@ -237,14 +236,14 @@ def _entry(
         return value.entry(asked) or Abstract(_level_at(value, asked))
     text = text_of(node.slice)
     if _of_batch(key, node.slice):
-        key = replace(key, level=VARIES)
+        key = key._replace(level=VARIES)
     found = value.entries[-1][1]
     for name, each in value.entries[-2::-1]:
         at = applied(OPERATIONS[ast.Eq], [key.at, reader.file.constant(name).at], text)
         condition = Decision(
             text=f"{text} == {name!r}",
             key=f"{reader.meaning(node.slice)} == {name!r}",
-            value=replace(key, at=at),
+            value=key._replace(at=at),
             kind="if",
             line=node.lineno,
             end=node.end_lineno or 0,
@@ -258,7 +257,7 @@ def visit_List(reader: Interpreter, node: ast.List | ast.Tuple | ast.Set) -> Abs
     columns = [each.at for each in values]
     at = applied(lambda *parts: parts, columns, text_of(node))
     item = next((each for each in values if isinstance(each.ref, Definition)), None)
-    return replace(mixed(values), at=at, count=SAME, item=item, parts=values)
+    return mixed(values)._replace(at=at, count=SAME, item=item, parts=values)
 
 
 visit_Tuple = visit_List
@@ -278,7 +277,7 @@ def visit_FormattedValue(reader: Interpreter, node: ast.FormattedValue) -> Abstr
 
 def visit_JoinedStr(reader: Interpreter, node: ast.JoinedStr) -> Abstract:
     values = tuple(map(reader.of, node.values))
-    return replace(mixed(values), parts=values)
+    return mixed(values)._replace(parts=values)
 
 
 def visit_Dict(reader: Interpreter, node: ast.Dict) -> Abstract:
@@ -290,7 +289,7 @@ def visit_Dict(reader: Interpreter, node: ast.Dict) -> Abstract:
     entries = known if len(known) == len(values) else ()
     # {**losses, ..}
     own = any(each.has("keyed") for key, each in pairs if key is None)
-    value = replace(mixed(values), count=VARIES if own else SAME, entries=entries)
+    value = mixed(values)._replace(count=VARIES if own else SAME, entries=entries)
     nothing = values and all(each.has("nothing", "const") for each in values)
     value = value.tagged("grows", *(f"{FILLED}{key}" for key, _ in known[:_MOST_KEYS]))
     return value.tagged("nothing") if nothing else value
@@ -336,35 +335,35 @@ def visit_BoolOp(reader: Interpreter, node: ast.BoolOp) -> Abstract:
         truths(value.at, text_of(each), len(reader.file.members))
         for each, value in zip(node.values, known, strict=False)
     )
-    return replace(left, at=tuple(reduce(partial(both, ends=ends), columns)))
+    return left._replace(at=tuple(reduce(partial(both, ends=ends), columns)))
 
 
 def visit_UnaryOp(reader: Interpreter, node: ast.UnaryOp) -> Abstract:
     if not isinstance(node.op, ast.Not):
         value = reader.of(node.operand)
         operation = OPERATIONS.get(type(node.op))
-        return replace(value, at=applied(operation, [value.at], text_of(node)))
+        return value._replace(at=applied(operation, [value.at], text_of(node)))
     value = reader.truth(node.operand)
     at = value.at and tuple(
         negated(each) if isinstance(each, Open) else not each for each in value.at
     )
-    return replace(value, at=at, tags=value.tags & (knowledge.CARRIED | AGREED.tags))
+    return value._replace(at=at, tags=value.tags & (knowledge.CARRIED | AGREED.tags))
 
 
 def visit_BinOp(reader: Interpreter, node: ast.BinOp) -> Abstract:
     sides = [reader.of(node.left), reader.of(node.right)]
     operation = OPERATIONS.get(type(node.op))
     at = applied(operation, [each.at for each in sides], text_of(node))
-    value = replace(mixed(sides), at=at).without("gradient")
+    value = mixed(sides)._replace(at=at).without("gradient")
     if isinstance(node.op, ast.Add):  # of lists
-        value = replace(value, count=joined(*sides).count)
+        value = value._replace(count=joined(*sides).count)
     if any(each.has("set") for each in sides):
         value = value.tagged("set")
         if (
             isinstance(node.op, ast.BitAnd)
             and min(each.level for each in sides) == DATA
         ):
-            value = replace(value, level=VARIES)  # what two sets of data share
+            value = value._replace(level=VARIES)  # what two sets of data share
     by_rank = at is None and any(map(reader.by_rank, sides))
     wraps = ["wraps"] if isinstance(node.op, ast.Mod) else []
     return value.tagged("rank", *wraps) if by_rank else value
@@ -388,7 +387,7 @@ def visit_IfExp(reader: Interpreter, node: ast.IfExp) -> Abstract:
         return AGREED
     value = reader.either(condition, one, other)
     chosen = asked.level == VARIES and (one.at or other.at)
-    return replace(value, level=VARIES).tagged("chosen") if chosen else value
+    return value._replace(level=VARIES).tagged("chosen") if chosen else value
 
 
 def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
@@ -401,14 +400,14 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
     constants = [each.value for each in sides if isinstance(each, ast.Constant)]
     first = dotted(getattr(sides[0], "target", sides[0]))
     if None in constants and _may_lack(values[0], first):
-        lacks = mixed([replace(values[0], level=VARIES)])
+        lacks = mixed([values[0]._replace(level=VARIES)])
         lacks = lacks.tagged("rank") if lacks.has("alone") else lacks
-        return replace(lacks, count=values[0].count)
+        return lacks._replace(count=values[0].count)
     at = _compared(reader, node, values)
     if at is not None:
-        return replace(mixed(values), at=at)
+        return mixed(values)._replace(at=at)
     if values[0].level == DATA and isinstance(node.ops[0], (ast.In, ast.NotIn)):
-        return replace(mixed(values), level=VARIES)  # an item of this rank's data
+        return mixed(values)._replace(level=VARIES)  # an item of this rank's data
     identity = any(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops)
     if not identity and any(map(reader.by_rank, values)):
         return tagged("rank", level=VARIES)
@@ -423,10 +422,10 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
         or any(each.at and isinstance(each.at[0], (str, tuple)) for each in values)
         or any(isinstance(each, _COMPARING) for each in node.ops)
     ):
-        value = replace(value, level=VARIES)
+        value = value._replace(level=VARIES)
     # Whether it is empty, or as long as another.
     own = any(each.count == VARIES and not each.has("file") for each in values)
-    return replace(value, count=VARIES if own else None).without("gradient", "next")
+    return value._replace(count=VARIES if own else None).without("gradient", "next")
 
 
 def _compared(

@@ -193,7 +193,7 @@ def as_kept(attributes: Environment, *, alone: bool) -> Environment:
     if not alone:
         return attributes
     return {
-        name: replace(each, level=VARIES, at=None).tagged("alone")
+        name: each._replace(level=VARIES, at=None).tagged("alone")
         for name, each in attributes.items()
     }
 
@@ -331,7 +331,7 @@ def given_by(called: Definition, call: calls.Call) -> dict[str, Abstract]:
     vararg = called.node.args.vararg
     if vararg:
         rest = tuple(args[len(names) :])
-        given[vararg.arg] = replace(mixed(rest), parts=rest)
+        given[vararg.arg] = mixed(rest)._replace(parts=rest)
     return given
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from nemo_patches.tools.doctor.interpreter.members import (
 )
 from nemo_patches.tools.doctor.interpreter.names import (
     parts_of,
+    says,
     sounds_like_data,
 )
 from nemo_patches.tools.doctor.interpreter.skeleton import (
@@ -163,11 +163,11 @@ class Interpreter:
             return
         if isinstance(target, (ast.Starred, ast.Subscript)):
             whole = self.of(target.value)
-            put = replace(joined(value, whole), at=None, count=whole.turns, item=None)
-            put = replace(put, entries=whole.entries, ref=None)
+            put = joined(value, whole)._replace(at=None, count=whole.turns, item=None)
+            put = put._replace(entries=whole.entries, ref=None)
             put = put.tagged("set") if self.unordered and whole.has("grows") else put
             if whole.has("grows") and self.handles and self.chosen == VARIES:
-                put = replace(put, level=VARIES, count=VARIES)
+                put = put._replace(level=VARIES, count=VARIES)
             if isinstance(target, ast.Subscript):
                 key = self.of(target.slice)
                 put = self.filled(put, key)
@@ -179,13 +179,13 @@ class Interpreter:
         last = last_part(name)
         drawn = value.has("drawn") and name in knowledge.BATCHES
         if drawn or (value.has("next") and sounds_like_data(name)):
-            value = replace(value, level=DATA).tagged("batch")
+            value = value._replace(level=DATA).tagged("batch")
         is_loss = parts_of(name) & knowledge.LOSSES and sounds_like_data(name)
         if value.level == UNKNOWN and last == name and is_loss:
-            value = replace(value, level=DATA)
+            value = value._replace(level=DATA)
         by_signal = last_part(self.definition.name) in self.file.signalled
         if by_signal and value.has("const"):  # which comes to each rank at another step
-            value = replace(value, level=VARIES, at=None).tagged("signal", "chosen")
+            value = value._replace(level=VARIES, at=None).tagged("signal", "chosen")
         # Ranks that have left the function keep what an object has from before.
         outlives = isinstance(target, ast.Attribute)
         if outlives:
@@ -196,7 +196,7 @@ class Interpreter:
             self.file.set_to.setdefault(last, []).append(told)
         chosen = self.parted if outlives else self.chosen
         if chosen == VARIES and value.has("const") and not value.has("agreed"):
-            value = replace(value, level=VARIES, at=None, count=SAME).tagged("chosen")
+            value = value._replace(level=VARIES, at=None, count=SAME).tagged("chosen")
         if last in knowledge.SHARED_SETTINGS and value.has("agreed"):
             self.settled.add(name)
         elif last in knowledge.SHARED_SETTINGS and name not in (last, f"self.{last}"):
@@ -225,7 +225,7 @@ class Interpreter:
                 self.assign(each, value.item)
                 continue
             at = applied(lambda column, place=number: column[place], [value.at], "")
-            part = replace(value, at=at, item=None, parts=(), ref=None)
+            part = value._replace(at=at, item=None, parts=(), ref=None)
             if value.has("shape") and value.has("full") and not number:
                 part = Abstract()
             self.assign(each, part)
@@ -288,14 +288,14 @@ class Interpreter:
         if self.parts_keys(condition) and _keys_in(one) != _keys_in(other):
             value = _of_own_keys(value)
         if one.ref != other.ref and (_callable(one) or _callable(other)):
-            value = replace(value, ref=Choice(condition, one.ref, other.ref))
+            value = value._replace(ref=Choice(condition, one.ref, other.ref))
         # A path, or None, by what this rank sees of the files.
         seen = condition.value.has("file") and one.has("nothing") != other.has(
             "nothing"
         )
         if (name == "return" or (name and seen)) and condition.value.level == VARIES:
             of_files = condition.value.tags & {"file", "random"}
-            value = replace(value, level=VARIES).tagged("chosen", *of_files)
+            value = value._replace(level=VARIES).tagged("chosen", *of_files)
         if not self.by_rank(condition.value):
             return value
         columns = condition.value.at, one.at, other.at
@@ -304,7 +304,7 @@ class Interpreter:
         )
         known = at and not any(isinstance(each, Open) for each in at)
         level = value.level if known else VARIES
-        return replace(value, at=at, level=level, count=value.count or SAME).tagged(
+        return value._replace(at=at, level=level, count=value.count or SAME).tagged(
             "alone"
         )
 
@@ -313,7 +313,7 @@ class Interpreter:
         value = condition.value
         own = self.of_items and (value.level >= DATA or value.has("lacks"))
         own = own or (value.level == VARIES and not value.has("file"))
-        return own and not re.search(knowledge.FORM_OF_ITEM, condition.key)
+        return own and not says(condition.key, knowledge.FORM_OF_ITEM)
 
     def of_own_keys(self, known: Environment, before: Environment) -> Environment:
         """The names behind what some turns leave out, as their keys are those of the others."""
@@ -345,17 +345,17 @@ class Interpreter:
         if named and value.has("alone") and value.level == VARIES:  # None elsewhere
             return value.tagged("rank")
         if named and value.has("keyed") and value.level == DATA:  # any batch has some
-            return replace(value, level=UNKNOWN).tagged("lacks")
+            return value._replace(level=UNKNOWN).tagged("lacks")
         if named and value.has("taken"):  # whether all of it has been worked off
-            return replace(value, level=VARIES)
+            return value._replace(level=VARIES)
         # A list that an object has was filled in an earlier step.
-        kept = named and re.fullmatch(r"\w+(\.\w+)+", self.meaning(node)) is not None
+        kept = named and says(self.meaning(node), r"^\w+(\.\w+)+\Z")
         alike = kept and value.count == SAME and not value.has("chosen")
         unlike = value.level == VARIES and value.count in (UNKNOWN, DATA)
         if named and value.level >= DATA and (alike or unlike):
-            return replace(value, level=UNKNOWN).tagged("lacks")  # whether it has any
+            return value._replace(level=UNKNOWN).tagged("lacks")  # whether it has any
         if named and value.count == VARIES and not value.has("keyed", "object"):
-            return replace(value, level=VARIES)  # whether a list has any
+            return value._replace(level=VARIES)  # whether a list has any
         if value.level != DATA or isinstance(node, asked):
             return value
         if isinstance(node, ast.Call):
@@ -365,8 +365,8 @@ class Interpreter:
             plausible = sounds_like_data(dotted(node)) or bool(said)
             plausible = plausible and not value.has("optional")
         if plausible:
-            return replace(value, level=VARIES)
-        return replace(value, level=UNKNOWN).tagged("lacks")
+            return value._replace(level=VARIES)
+        return value._replace(level=UNKNOWN).tagged("lacks")
 
     def emit(self, made: Collective) -> None:
         of_model = made.pairs_with in (BACKWARD, FORWARD, UNUSED)
@@ -414,7 +414,7 @@ class Interpreter:
             if not name.startswith("()") and name not in ("self", "torch", "dist"):
                 old = self.env.get(name, Abstract())
                 tags = value.tags | old.tags & {"ddp", "fsdp"}
-                self.env[name] = replace(value, tags=tags, ref=old.ref)
+                self.env[name] = value._replace(tags=tags, ref=old.ref)
                 self.set_here.add(name)
 
 
@@ -435,7 +435,7 @@ def _subjects(file: SourceFile, owner: Definition | None) -> frozenset[str]:
 
 
 def _of_own_keys(value: Abstract) -> Abstract:
-    return replace(value, level=max(value.level, DATA), count=VARIES).tagged("keyed")
+    return value._replace(level=max(value.level, DATA), count=VARIES).tagged("keyed")
 
 
 def _keys_in(value: Abstract) -> set[str]:

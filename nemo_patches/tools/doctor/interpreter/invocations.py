@@ -17,9 +17,7 @@ from nemo_patches.tools.doctor.interpreter.functions import (
     summary,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
-from nemo_patches.tools.doctor.interpreter.names import (
-    parts_of,
-)
+from nemo_patches.tools.doctor.interpreter.names import parts_of, says
 from nemo_patches.tools.doctor.interpreter.peer_messages import message_of
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
@@ -143,7 +141,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     message = message_of(call, reader.ranges)
     if message is not None:
         reader.items.append(message)
-    sounds = re.search(knowledge.SOUNDS_COLLECTIVE, call.origin)
+    sounds = says(call.origin, knowledge.SOUNDS_COLLECTIVE)
     if sounds and last not in reader.file.env:
         reader.items.append(Unseen(call.name))
     if call.last in knowledge.ADDING and isinstance(node.func, ast.Attribute):
@@ -164,7 +162,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     _pass_on(reader, call)
     _hand_over(reader, call)
     value = calls.called(call)
-    if node.args and re.search(knowledge.AGREES_IN_PLACE, call.last):
+    if node.args and says(call.last, knowledge.AGREES_IN_PLACE):
         reader.agree_on(node.args[0])
     return value
 
@@ -220,8 +218,10 @@ def _hand_over(reader: Interpreter, call: calls.Call) -> None:
 
 def _handle(reader: Interpreter, call: calls.Call) -> None:
     """Add a handler of this file to a logger, or run those that a record comes to."""
-    logger = str(call.owner.ref)
     method = knowledge.HANDLERS.get(call.last, "")
+    if not method and call.last not in knowledge.RECORDS:
+        return
+    logger = str(call.owner.ref)
     given = [*call.args, *(each for one in call.given.values() for each in one.parts)]
     for each in given if method else ():
         handler = reader.file.method(each.ref, method) if each.has("instance") else None
@@ -241,16 +241,16 @@ def _keep(reader: Interpreter, call: calls.Call) -> None:
         if (
             call.owner.count is None and "." in held
         ):  # what it holds varies, not how many
-            taken = replace(call.owner, count=UNKNOWN)
+            taken = call.owner._replace(count=UNKNOWN)
         reader.set(held, taken)
     if call.last == "sort" and held:
         reader.set(held, call.owner.without("set"))
     name = held or call.name
-    given = mixed([*call.args, *call.given.values()])
     known = reader.env.get(name)
     holds = parts_of(last_part(name)) & knowledge.HOLDING
-    if known is not None and given.level >= DATA and holds:
-        reader.set(name, replace(known, level=DATA))
+    given = (*call.args, *call.given.values())
+    if known is not None and holds and mixed(given).level >= DATA:
+        reader.set(name, known._replace(level=DATA))
 
 
 def _lambda(reader: Interpreter, function: ast.Lambda, call: calls.Call) -> Abstract:
@@ -271,10 +271,8 @@ def _lambda(reader: Interpreter, function: ast.Lambda, call: calls.Call) -> Abst
 
 def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstract:
     """An object of a class of this file: what its constructor sets."""
-    made = replace(tagged("instance"), ref=of_class)
-    if any(
-        re.match(knowledge.METRICS, each) for each in reader.file.bases(of_class)[1]
-    ):
+    made = tagged("instance")._replace(ref=of_class)
+    if any(says(each, knowledge.METRICS) for each in reader.file.bases(of_class)[1]):
         made = made.tagged("metric")
     begin = reader.file.method(of_class, "__init__")
     if begin is None:
@@ -284,7 +282,7 @@ def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstra
             if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
         ]
         given = {**dict(zip(fields, call.args, strict=False)), **call.given}
-        return replace(made, entries=tuple(given.items()))
+        return made._replace(entries=tuple(given.items()))
     call_helper(reader, begin, call, call.node)
     iterates = reader.file.method(of_class, "__iter__")
     counts = reader.file.method(of_class, "__len__")
@@ -292,13 +290,13 @@ def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstra
         length = reader.read(counts, {}, {}).returned
         # All ranks have the files of a folder; their shares of them have no such tag.
         own = length.level == VARIES and not length.has("file")
-        return replace(made, count=VARIES) if own else made
+        return made._replace(count=VARIES) if own else made
     if iterates is None or iterates in reader.file.being_read:
         return made
     inner = reader.read(iterates, {}, {})
     if not inner.yields and inner.returned.count != VARIES:
         return made
-    return replace(made, count=inner.returned.count, item=tagged("batch", level=DATA))
+    return made._replace(count=inner.returned.count, item=tagged("batch", level=DATA))
 
 
 def call_of(reader: Interpreter, node: ast.Call) -> calls.Call:
@@ -328,16 +326,16 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
     """Add to a list or a set: where data decide on it, its length is this rank's own."""
     owner = call.owner
     chosen = reader.chosen >= DATA
-    added = replace(joined(owner, mixed(call.args)), at=None, item=None, parts=())
+    added = joined(owner, mixed(call.args))._replace(at=None, item=None, parts=())
     last = call.args[-1] if call.args else Abstract()
     if isinstance(last.ref, Definition) or last.count == VARIES:
-        added = replace(added, item=last)
+        added = added._replace(item=last)
     # A list of this function is as long as the turns in which it is added to.
     unknown = owner.count is None and "." in name
     count = None if unknown else max(owner.count or SAME, reader.turns)
     if chosen:
         count = VARIES
-    added = replace(added, level=VARIES if chosen else added.level, count=count)
+    added = added._replace(level=VARIES if chosen else added.level, count=count)
     added = added.tagged("set") if reader.unordered else added
     if last.has("share"):  # [items[each::world] for each in range(world)]
         added = added.tagged("dealt")
@@ -379,14 +377,16 @@ def _add_keys(reader: Interpreter, name: str, call: calls.Call) -> None:
         own = ["keyed"] if each.has("keyed") else []
         keys = [tag for tag in each.tags if tag.startswith(FILLED)]
         filled = filled.tagged(*keys, *own)
-        filled = replace(filled, count=VARIES) if own else filled
+        filled = filled._replace(count=VARIES) if own else filled
     reader.set(name, filled)
 
 
 def _update(reader: Interpreter, call: calls.Call) -> None:
     """A tensor that is changed in place by this rank's data: `self.count.mul_(0.9).add_(new)`."""
+    if not call.last.endswith("_"):
+        return
     given = mixed([*call.args, *call.given.values()])
-    if not call.last.endswith("_") or given.level < DATA:
+    if given.level < DATA:
         return
     node: ast.expr = call.node
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -394,14 +394,14 @@ def _update(reader: Interpreter, call: calls.Call) -> None:
     name = dotted(node).removesuffix(".data")
     if "()" not in name and reader.file.reference(name) is None:
         known = reader.env.get(name, Abstract())
-        updated = replace(joined(known, given), count=known.count, item=None)
+        updated = joined(known, given)._replace(count=known.count, item=None)
         reader.set(name, updated.tagged("updated"))
 
 
 def _mapped(reader: Interpreter, call: calls.Call) -> Abstract:
     """`filter` and `map`."""
     function, iterated = call.args
-    value = replace(iterated, count=None)
+    value = iterated._replace(count=None)
     if isinstance(function.ref, ast.Lambda):
         outer = dict(reader.env)
         item = calls.item_of(value, text_of(call.node.args[1]))
@@ -411,9 +411,9 @@ def _mapped(reader: Interpreter, call: calls.Call) -> Abstract:
     elif value.has("gradient"):  # filter(None, grads)
         value = Abstract(VARIES)
     if call.last == "map":
-        return replace(value, at=None, count=iterated.turns)
+        return value._replace(at=None, count=iterated.turns)
     count = VARIES if value.level == VARIES else iterated.turns
-    return replace(iterated, level=max(value.level, iterated.level), count=count)
+    return iterated._replace(level=max(value.level, iterated.level), count=count)
 
 
 def _wrap_layers(reader: Interpreter, of_class: object, tags: frozenset[str]) -> None:
@@ -440,7 +440,7 @@ def _wrap(reader: Interpreter, call: calls.Call, kind: str, last: str) -> Abstra
     given = call.args[0] if call.args else call.given.get("model", Abstract())
     own = given.has("instance")
     value = tagged(kind, *perhaps, *engine, place)
-    value = replace(value, ref=given.ref if own else None)
+    value = value._replace(ref=given.ref if own else None)
     unused = call.given.get("find_unused_parameters", reader.file.constant(False))
     by_engine = bool(engine) and not reader.file.gathers_layers
     if own and kind == "ddp" and unused.decided is False and not by_engine:

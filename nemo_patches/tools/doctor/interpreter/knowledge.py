@@ -99,7 +99,7 @@ ON_DDP = (
 NOT_FOR_BACKWARD = "whose result is not used, so that no gradients are reduced"
 # Layers with parameters, and what is said of a call of theirs.
 LAYERS = (
-    r"torch\.nn\.\w*(Attention|Conv\dd|Embedding|GRU|LSTM|Linear|Norm\w*|Sequential"
+    r"^torch\.nn\.\w*(Attention|Conv\dd|Embedding|GRU|LSTM|Linear|Norm\w*|Sequential"
     r"|Transformer\w*)$"
 )
 LAYER_AT = re.compile("layer at ")  # a tag: and where it is made
@@ -148,7 +148,7 @@ AGREEING = words("""
     distributed gather gathered rank ranks reduce reduced sync synced synchronize world
     """)
 # Of packages in which the same words say nothing of ranks.
-OF_ONE_RANK = r"(einops|functools|itertools|numpy)\.|torch\.(?!distributed\.)"
+OF_ONE_RANK = r"^((einops|functools|itertools|numpy)\.|torch\.(?!distributed\.))"
 # What wraps a module for several ranks, what it makes of it, and a part of where it is from.
 WRAPPERS = {
     "DistributedDataParallel": ("ddp", ""),
@@ -320,6 +320,8 @@ ALL_ITEMS = words("""
     """)
 PASSED_ON = words("deque enumerate fromkeys iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
+# Calls of which it is known what items they give.
+GIVING_ITEMS = PASSED_ON | SAME_COUNT | {"islice", "range", "zip"}
 TEXTS = words("classes columns fields key keys labels name names")
 OF_SETS = words("copy difference intersection symmetric_difference union")
 DICTS = words("Counter OrderedDict defaultdict dict")
@@ -413,7 +415,7 @@ MESSAGES = {
 ELSEWHERE = "no other file has its other end"
 MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 # A class that gathers from all ranks in compute().
-METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
+METRICS = r"^(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
     @engine alone counted ddp even file fsdp gradient keyed lacks loader metric named next own_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 
 from nemo_patches.tools.doctor.interpreter import knowledge
@@ -16,6 +15,7 @@ from nemo_patches.tools.doctor.interpreter.functions import (
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.invocations import call_of
+from nemo_patches.tools.doctor.interpreter.names import says
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BlockEnd,
     Branch,
@@ -60,8 +60,8 @@ def _with(
         return _managed(reader, node, item, inner, enters, {}, value)
     text = reader.meaning(item.context_expr)
     reader.unsynced |= "no_sync(" in text
-    reader.joined |= re.search(knowledge.JOINS, text) is not None
-    reader.trained &= re.search(knowledge.WITHOUT_GRADIENTS, text) is None
+    reader.joined |= says(text, knowledge.JOINS)
+    reader.trained &= not says(text, knowledge.WITHOUT_GRADIENTS)
     if item.optional_vars is not None:
         reader.assign(item.optional_vars, value)
     with reader.inside() as body:

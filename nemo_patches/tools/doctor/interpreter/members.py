@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_patches.tools.doctor.syntax import nodes
+
 _MANY = 1024  # ranks of the job whose members are told apart
 _NODES = 128
 _MOST_NUMBERS = 12  # of a file that ranks are taken at and around
@@ -50,9 +52,8 @@ class Members:
 def members_of(tree: ast.AST) -> Members:
     numbers = {
         int(str(each.value))
-        for each in ast.walk(tree)
-        if isinstance(each, ast.Constant)
-        and isinstance(each.value, (int, str))
+        for each in nodes(tree, ast.Constant)
+        if isinstance(each.value, (int, str))
         and len(str(each.value)[: _MOST_DIGITS + 1]) <= _MOST_DIGITS
         and str(each.value).isdecimal()
     }

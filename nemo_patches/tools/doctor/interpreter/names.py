@@ -16,6 +16,12 @@ def parts_of(name: str) -> frozenset[str]:
     return frozenset({*re.split(r"[\W_]+", name), *name.split(".")})
 
 
+@lru_cache(maxsize=20_000)
+def says(text: str, pattern: str) -> bool:
+    """Whether a pattern is found in it; the same names and tests come again and again."""
+    return re.search(pattern, text) is not None
+
+
 def sounds_like_data(name: str) -> bool:
     parts = parts_of(last_part(name))
     return bool(parts & knowledge.DATA_NAMES) and not parts & knowledge.OTHER_NAMES

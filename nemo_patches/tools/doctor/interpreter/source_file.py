@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -35,6 +35,7 @@ from nemo_patches.tools.doctor.syntax import (
     functions,
     last_part,
     nodes,
+    text_of,
 )
 
 _MOST_BASES = 20
@@ -94,7 +95,7 @@ class SourceFile:
         self.origins = dict(_origins(tree))
         self.mentioned = {
             part
-            for node in ast.walk(tree)
+            for node in nodes(tree, ast.AST)
             for kind in _NAMING
             if isinstance(text := getattr(node, kind, ""), str)
             for part in text.split(".")
@@ -151,6 +152,8 @@ class SourceFile:
         }
         if not (self.shares_buffers and self.mentioned & knowledge.DDP):
             self.buffers = set()
+        self.constants: dict[object, Abstract] = {}
+        self.sources: dict[str, Abstract | None] = {}
         self.wrapped = dict(_deepspeed_engines(tree))
         self.attributes: dict[str, dict[str, Abstract]] = {}
         # By the last part of a name, what attributes of any object and globals are set to.
@@ -231,11 +234,20 @@ class SourceFile:
         )
 
     def constant(self, value: object) -> Abstract:
-        tag = "nothing" if value is None else "const"
-        return Abstract(at=(value,) * len(self.members), tags=frozenset({tag}))
+        key = type(value), value  # 1 is True, and is another constant
+        if key not in self.constants:
+            tags = frozenset({"nothing" if value is None else "const"})
+            at = (value,) * len(self.members)
+            self.constants[key] = Abstract(at=at, tags=tags)
+        return self.constants[key]
 
     def source(self, name: str) -> Abstract | None:
         """What a name says on each member; None where it says nothing of ranks."""
+        if name not in self.sources:
+            self.sources[name] = self._source(name)
+        return self.sources[name]
+
+    def _source(self, name: str) -> Abstract | None:
         said = knowledge.SAID_BY.get(last_part(name))
         if said is None:
             return None
@@ -281,11 +293,11 @@ class SourceFile:
             said = self.source("rank" if argument.arg in ranks else argument.arg)
             value = given.get(argument.arg) or said or self._argument(argument, default)
             if definition.name.endswith(".__init__") and "optional" not in value.tags:
-                value = replace(value, level=min(value.level, UNKNOWN))
+                value = value._replace(level=min(value.level, UNKNOWN))
             if not given:
                 value = self._as_called(definition, argument.arg, value)
             if begins_sampler and value.level == DATA:  # of the whole data set
-                value = replace(value, level=UNKNOWN)
+                value = value._replace(level=UNKNOWN)
             if (
                 given
                 and argument.arg not in given
@@ -330,7 +342,7 @@ class SourceFile:
 
     def _argument(self, argument: ast.arg, default: ast.expr | None) -> Abstract:
         name = argument.arg
-        types = {last_part(dotted(each)) for each in ast.walk(argument)}
+        types = {last_part(dotted(each)) for each in nodes(argument, ast.AST)}
         optional = isinstance(default, ast.Constant)
         tensor = "Tensor" in types
         level = DATA if tensor or sounds_like_data(name) else UNKNOWN
@@ -383,6 +395,8 @@ class SourceFile:
         self, definition: Definition | None, name: str, *, beyond: bool = False
     ) -> Definition | None:
         """A method of a class or of its bases. beyond: of its bases alone, as super() has it."""
+        if definition is None:
+            return None
         for each in self.bases(definition)[0]:
             if name in each.methods and not (beyond and each is definition):
                 return each.methods[name]
@@ -395,7 +409,7 @@ class SourceFile:
             if self.shares_buffers and value.has("updated"):
                 continue
             tags = [each for each in value.tags if not each.startswith(FILLED)]
-            value = replace(value, tags=frozenset(tags))
+            value = value._replace(tags=frozenset(tags))
             if value.has("alone") and any(
                 each.has("agreed") for each in self.set_to.get(last_part(key), ())
             ):
@@ -413,7 +427,7 @@ def methods_of(node: ast.ClassDef) -> Definition:
 
 def _class_in(annotation: ast.expr) -> str:
     """X of `Optional[X]`, `X | None` and `"X"`; no class of a list of X."""
-    return re.sub(_PERHAPS, "", ast.unparse(annotation))
+    return re.sub(_PERHAPS, "", text_of(annotation))
 
 
 @lru_cache(maxsize=1000)

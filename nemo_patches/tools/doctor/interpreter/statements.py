@@ -125,7 +125,7 @@ def _of_class(reader: Interpreter, of_class: ast.ClassDef, node: ast.Assign) -> 
             reader.env[whole] = member
             # rank: int = 0 is a default, and no object's own.
             of_object = reader.file.source(dotted(each)) or member
-            own = {f"self.{dotted(each)}": replace(of_object, ref=None)}
+            own = {f"self.{dotted(each)}": of_object._replace(ref=None)}
             reader.file.of_classes.append((of_class.name, own))
 
 
@@ -155,13 +155,13 @@ def visit_Assign(reader: Interpreter, node: ast.Assign) -> None:
     if isinstance(getattr(node.value, "right", None), ast.Constant):  # count += 1
         value = value.tagged("const")
     for target in node.targets:
-        with reader.inside() as items:
-            reader.assign(target, value)
+        before = len(reader.items)
+        reader.assign(target, value)
+        items = reader.items[before:]
         if items and (value.level == VARIES or reader.by_rank(value)):
             # A setting of all ranks, which a rank's own value is given to.
             asked = reader.decided_by(node.value, value, node)
-            items = [Branch(asked, items, [])]
-        reader.items += items
+            reader.items[before:] = [Branch(asked, items, [])]
         if isinstance(target, ast.Name) and isinstance(node.value, _ASKED):
             reader.meanings[target.id] = reader.meaning(node.value)
     if all(
@@ -290,27 +290,27 @@ def _filled_up(reader: Interpreter, test: ast.expr) -> None:
             ops=[ast.Lt() | ast.NotEq()],
             comparators=[number],
         ) if reader.of(number).level == SAME:
-            reader.set(dotted(items), replace(reader.of(items), count=SAME))
+            reader.set(dotted(items), reader.of(items)._replace(count=SAME))
 
 
 def visit_For(reader: Interpreter, node: ast.For) -> None:
     iterated = reader.of(node.iter)
     if iterated.has("object") and iterated.has("rank"):  # a loader that shares out
-        iterated = replace(iterated, level=SAME).without("rank")
+        iterated = iterated._replace(level=SAME).without("rank")
     whole = [node.iter, *getattr(node.iter, "args", [])]  # enumerate(data)
     of_keys = not iterated.has("keyed") and _draws_keys(node, whole)
     if of_keys:
-        iterated = replace(iterated, count=SAME)
+        iterated = iterated._replace(count=SAME)
     generator = _generator(reader, iterated)
     before, behind = _generated(generator, node) if generator else ([], [])
     if generator and generator.returned.count == VARIES:
-        iterated = replace(iterated, count=VARIES)
+        iterated = iterated._replace(count=VARIES)
     reader.items += before
     loads = is_loader(text_of(node.iter)) or "data" in map(dotted, whole)
     if iterated.turns == DATA and loads:
-        iterated = replace(iterated, count=UNKNOWN)
+        iterated = iterated._replace(count=UNKNOWN)
     level = VARIES if iterated.turns >= DATA else SAME
-    value = replace(iterated, level=level, at=None)
+    value = iterated._replace(level=level, at=None)
     condition = reader.decided_by(node.iter, value, node, "for", text_of(node.iter))
     if iterated.at is not None and isinstance(node.target, ast.Name):
         reader.ranges[node.target.id] = condition.key, iterated.at
