@@ -470,7 +470,7 @@ def _of_forward(reader: Interpreter, call: calls.Call) -> Abstract:
     forward = reader.file.method(call.function.ref, "forward")
     if forward is None or forward in reader.file.being_read:
         return Abstract(DATA)
-    returned = summary(reader, forward, given_by(forward, call), {}).returned
+    returned = call_helper(reader, forward, call, call.node)
     return returned if returned.has("keyed") else Abstract(DATA)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nemo_patches.tools.doctor.interpreter import (
@@ -360,9 +360,11 @@ def _generated(made: Interpreter, node: ast.For) -> list[list[Inlined]]:
 def _made_with(node: ast.For, items: Items) -> list[Collective]:
     """The collectives of a loop's body that are given its item, or what is made of it."""
     names = names_in(node.target)
-    for each in nodes(node, ast.Assign):
-        if names & names_in(each.value):
-            names = names.union(*map(names_in, each.targets))
+    for each in nodes(node, ast.Assign, ast.For, ast.NamedExpr):
+        source = each.iter if isinstance(each, ast.For) else each.value
+        if names & names_in(source):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            names = names.union(*map(names_in, targets))
     calls_of = nodes(node, ast.Call)
     given = {each.lineno for each in calls_of if names & names_in(each)}
     return [each for each in own_collectives(items) if each.line in given]
@@ -424,6 +426,13 @@ def _loop(
     reader.items.append(Loop(condition, items, last, endless))
 
 
+def _nexts(body: Sequence[ast.stmt]) -> Iterator[ast.Call]:
+    for statement in body:
+        for each in nodes(statement, ast.Call):
+            if dotted(each.func) == "next" and len(each.args) == 1:
+                yield each
+
+
 def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
     before = dict(reader.env)
     with reader.inside() as body:
@@ -433,6 +442,10 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
     handlers = []
     after = reader.env
     drawn = [each for name, each in after.items() if each is not before.get(name)]
+    with (
+        reader.inside()
+    ):  # also of what is made something of at once: next(batches).to(device)
+        drawn += [reader.of(each) for each in _nexts(node.body)]
     # Some ranks' iterators have ended.
     unlike = any(each.has("next") and each.count == VARIES for each in drawn)
     for each in node.handlers:
