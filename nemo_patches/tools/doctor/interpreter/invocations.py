@@ -11,10 +11,8 @@ from nemo_patches.tools.doctor.interpreter.expressions import attribute
 from nemo_patches.tools.doctor.interpreter.functions import (
     MOST_DEEP,
     call_helper,
-    given_by,
     items_of,
     own_function,
-    summary,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.names import parts_of, says

@@ -360,10 +360,17 @@ def _generated(made: Interpreter, node: ast.For) -> list[list[Inlined]]:
 def _made_with(node: ast.For, items: Items) -> list[Collective]:
     """The collectives of a loop's body that are given its item, or what is made of it."""
     names = names_in(node.target)
-    for each in nodes(node, ast.Assign, ast.For, ast.NamedExpr):
-        source = each.iter if isinstance(each, ast.For) else each.value
+    for each in nodes(node, ast.AST):
+        match each:
+            case ast.Assign(targets=targets, value=source):
+                pass
+            case ast.For(target=target, iter=source):
+                targets = [target]
+            case ast.NamedExpr(target=target, value=source):
+                targets = [target]
+            case _:
+                continue
         if names & names_in(source):
-            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
             names = names.union(*map(names_in, targets))
     calls_of = nodes(node, ast.Call)
     given = {each.lineno for each in calls_of if names & names_in(each)}
