@@ -1065,6 +1065,10 @@ def test_what_is_a_log() -> None:
 
 # A line that each row of the table reads.
 EXAMPLES = (
+    "Ran 13 tests in 88.214s",
+    "OK (skipped=4)",
+    "  Missing communicator data from 1 rank",
+    "  The missing ranks: 3, 21",
     "1: The node 'n2_715_0' attempts to join the next round of the rendezvous 'j1'.",
     "2: pyxis: importing docker image: registry/train:1",
     "Rank 0                     Rank 1",

@@ -85,6 +85,9 @@ _IGNORED = re.compile(r"Exception ignored in")
 # Which ends that thread, and not its process.
 _IN_THREAD = re.compile(r"Exception in thread ([^\s:(]{1,80})")
 # Exceptions of launchers: a rank has failed.
+# I/O error, no memory, too many files, disk full, read-only, stale handle, quota: what no program
+# tries out, so what it raises while it handles this is a consequence
+_OF_THE_SYSTEM = re.compile(r"\[Errno (?:5|12|23|24|28|30|116|122)\]")
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|SignalException|elastic\.|RendezvousClosedError|CalledProcessError|"
     r"ProcessRaisedException|ProcessExitedException|ActorDiedError|RayActorError|KeyboardInterrupt"
@@ -340,6 +343,7 @@ class ExceptionLines:
                 and (root := writing.root)
                 and root is writing.last
                 and not root.as_error.is_of_a_collective
+                and not _OF_THE_SYSTEM.match(root.message)
             ):
                 # Of an exception while handling another one, the later ended the process
                 writing.root = None

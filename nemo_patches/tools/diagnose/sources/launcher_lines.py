@@ -54,6 +54,7 @@ _FOR_MEMORY_BY_RAY = re.compile(
 )
 _AT_WORK = "while executing a task"  # by Ray's agent, of workers that a job's end takes down, too
 _RAY_LINES = 16  # in which the process id and the reason of a death follow
+_LINES_OF_A_SUMMARY = 3  # of unittest: how many tests, and how they went
 # Of a table's times: torchrun looks at its processes one after the other.
 _PATIENCE_S = 5.0
 
@@ -145,6 +146,9 @@ class LauncherLines:
         self._finished: Line | None = None
         # By file, the number of the line that tells so of the whole job
         self._succeeded: dict[str, int] = {}
+        self._tests_at = (
+            -_LINES_OF_A_SUMMARY
+        )  # number of unittest's line that says how many there were
         self._meeting = _Meeting()
         self._states: dict[str, str] = {}  # by id, of jobs and steps: sacct's last
 
@@ -200,6 +204,13 @@ class LauncherLines:
     def take_finished(self, found: re.Match[str], line: Line) -> None:
         self._end_ray()  # it died before this
         self._finished = line
+
+    def take_tests(self, found: re.Match[str], line: Line) -> None:
+        self._tests_at = line.number
+
+    def take_tests_passed(self, found: re.Match[str], line: Line) -> None:
+        if 0 < line.number - self._tests_at <= _LINES_OF_A_SUMMARY:
+            self.take_succeeded(found, line)
 
     def take_succeeded(self, found: re.Match[str], line: Line) -> None:
         self._end_ray()

@@ -10,11 +10,12 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Finding
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition, Motion
-from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
+from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.verdicts import finding, out_of_step, parties
 
 _BY_HOROVOD = ", by Horovod"
+_SILENT = -1  # count of those whose processes give RAS no answer
 
 
 @dataclass
@@ -101,6 +102,16 @@ class RasLines:
             one.most, one.usual = max((one.most, one.usual), (count, number))
             one.state = told["what"], number, count
 
+    def take_ras_silent(self, told: re.Match[str], line: Line) -> None:
+        if self._name:
+            self._communicators[self._name].state = told[1], NOT_TOLD, _SILENT
+
+    def take_ras_silent_ranks(self, told: re.Match[str], line: Line) -> None:
+        one = self._communicators[self._name]
+        if one.state[2] == _SILENT:
+            for rank in ranks_in(told["ranks"]):
+                one.ranks[rank] = one.state, line.text.strip(), line
+
     def take_ras_rank(self, told: re.Match[str], line: Line) -> None:
         one = self._communicators[self._name]
         state = one.state
@@ -125,7 +136,11 @@ class RasLines:
             counts = one.last < 0
             before = self._before.get(name, {})
             for rank, ((what, number, count), process, line) in one.ranks.items():
-                if number > before.get(rank, number):
+                if count == _SILENT:
+                    text = f"{what}: {shown(process)}"
+                    told = Condition(conditions.TOLD_ABSENT, text)
+                    self._found.add(rank, told, line, own=False)
+                elif number > before.get(rank, number):
                     by = f"by NCCL's RAS from operation {before[rank]} to {number}"
                     self._found.add(rank, Motion(moved=True, by=by), line)
                 elif count < one.most if counts else number < one.last:

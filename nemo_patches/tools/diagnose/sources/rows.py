@@ -498,8 +498,14 @@ ROWS = (
         r"(?:checkpoint|model)|[Ff]inal (?:checkpoint|model) (?:was |is )?(?:saved|written)",
         reader="finished",
     ),
-    _row(  # what launchers write of the whole job
-        "succeeded|successfully|code 0|status 0",
+    _row(  # of a suite of tests, which may bring about what it tells of
+        "Ran ", r"^Ran \d{1,7} tests? in [\d.]{1,12}s$", reader="tests"
+    ),
+    _row("OK", r"^OK(?: \([\w =,]{1,80}\))?$", reader="tests_passed", follows=True),
+    _row(  # what launchers write of the whole job, or pytest of all tests
+        "succeeded|successfully|code 0|status 0| passed",
+        r"^(?:=+ )?\d{1,7} passed(?:, \d{1,7} (?:skipped|deselected|xfailed|xpassed|warnings?|"
+        r"rerun))* in [\d.]{1,12}s\b|"
         r"\bJob '\S{1,80}' succeeded|\b[Aa]ll (?:\d{1,7} )?"
         r"(?:workers|processes|ranks|tasks|trainers) (?:have |has )?(?:succeeded|"
         r"(?:exited|finished|completed|ended|done|terminated) (?:successfully|"
@@ -853,6 +859,17 @@ ROWS = (
         r"^\s{1,4}(?P<count>\d{1,7}) ranks? (?:has|have)"
         r" (?P<what>(?:launched up to operation (?P<number>\d{1,18})|\w.{1,80}))$",
         reader="ras_state",
+    ),
+    _row(  # whose process gives RAS no answer
+        "Missing communicator data",
+        r"^\s{1,4}(Missing communicator data from \d{1,7} ranks?)$",
+        reader="ras_silent",
+    ),
+    _row(
+        "he missing rank",
+        rf"^\s{{1,4}}The missing ranks?: (?P<ranks>{_RANKS})$",
+        reader="ras_silent_ranks",
+        follows=True,
     ),
     _row(
         "managed by",
