@@ -25,7 +25,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
 from nemo_patches.tools.doctor.syntax import constant, dotted, last_part, text_of
 
 
-@dataclass(frozen=True)
+@dataclass  # to freeze it takes longer than much of what is asked of it
 class Call:
     """A call with what is known of it.
 

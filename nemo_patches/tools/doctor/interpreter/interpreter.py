@@ -331,7 +331,7 @@ class Interpreter:
     def of(self, node: ast.AST) -> Abstract:
         """Its value; its collectives are added in the order in which they are made."""
         self.file.work += 1
-        visit = self.visitors.get(type(node).__name__, self.visitors["expr"])
+        visit = self.visitors.get(type(node).__name__) or self.visitors["expr"]
         value: Abstract = visit(self, node)
         return value
 

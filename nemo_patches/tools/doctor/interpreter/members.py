@@ -46,7 +46,7 @@ class Members:
 
     def differ(self, at: Column | None) -> bool:
         """Whether something differs between the members of one job."""
-        return at is not None and any(each != at[0] for each in at[: self.job])
+        return at is not None and at[: self.job].count(at[0]) < self.job
 
 
 def members_of(tree: ast.AST) -> Members:
