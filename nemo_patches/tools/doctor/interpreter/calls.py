@@ -105,6 +105,8 @@ def _known(call: Call) -> Abstract | None:
         return Abstract(count=SAME, item=Abstract(DATA))
     if call.owner.has("instance") and call.last in knowledge.CONTAINERS:
         return call.owner  # model.cuda()
+    if call.args and call.args[0].has("instance") and call.last in knowledge.CONVERTING:
+        return call.args[0]
     if says(call.origin, knowledge.METRICS):
         without = [each.arg for each in node.keywords if constant(each.value) is False]
         alone = "sync_on_compute" in without or mixed(call.args).has("one device")
@@ -217,8 +219,7 @@ def _by_name(call: Call) -> Abstract:
     given = [*call.args, *call.given.values()]
     if call.last in knowledge.SIZED and any(each.level for each in given):
         value = value.tagged("own_size")
-    if says(call.origin, knowledge.LAYERS):
-        value = value.tagged(f"layer at {node.lineno}:{node.col_offset}")
+    value = as_layer(call, value)
     if call.last == "ceil":
         value = value.tagged("rounded")
     if last_part(call.origin) in knowledge.DICTS:
@@ -248,6 +249,15 @@ def _by_name(call: Call) -> Abstract:
 def _converts(call: Call) -> bool:
     """`x.type(torch.half)`, which is none of Python's type(x)."""
     return call.name.endswith(".type") and bool(call.args)
+
+
+def as_layer(call: Call, value: Abstract) -> Abstract:
+    """What a call gives, with what is known of it where that is a layer."""
+    if says(call.origin, knowledge.LAYERS):
+        value = value.tagged(f"layer at {call.node.lineno}:{call.node.col_offset}")
+    if says(call.origin, knowledge.BATCH_NORM):
+        value = value.tagged("batchnorm")
+    return value
 
 
 def _mixed(call: Call) -> Abstract:

@@ -34,6 +34,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     FORWARD,
     GENERATE,
     LOG,
+    NORM,
     RECEIVED,
     UNUSED,
     Collective,
@@ -572,8 +573,9 @@ class WaysCompared:
             return False
         if guess:
             sharded = "gathers" in made.why and not made.guess
-            layer = self.file.lacks_fields and knowledge.LAYER_AT.match(made.pairs_with)
-            return sharded and bool(made.pairs_with in (FORWARD, UNUSED) or layer)
+            layer = made.pairs_with == NORM or knowledge.LAYER_AT.match(made.pairs_with)
+            of_fields = bool(self.file.lacks_fields and layer)
+            return sharded and (made.pairs_with in (FORWARD, UNUSED) or of_fields)
         for each in conditions:
             if each.kind == "for" and each.around(made.line):
                 if each.value.has("keyed"):  # and as many may be others

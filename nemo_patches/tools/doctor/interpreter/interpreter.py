@@ -370,6 +370,7 @@ class Interpreter:
 
     def emit(self, made: Collective) -> None:
         of_model = made.pairs_with in (BACKWARD, FORWARD, UNUSED)
+        of_model |= made.why == knowledge.WEIGHTS
         left_out = (self.unsynced and made.pairs_with == BACKWARD) or (
             self.joined and of_model and "sharded" not in made.why
         )
@@ -401,6 +402,7 @@ class Interpreter:
         env = {**self.file.start(called, given), **own}
         inner = Interpreter(self.visitors, self.file, called, env, self.depth + 1)
         inner.apart = self.apart
+        inner.joined |= self.joined
         inner.trained = self.trained and not evaluates(called)
         self.file.being_read.append(called)
         inner.block(called.node.body)

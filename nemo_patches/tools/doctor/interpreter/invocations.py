@@ -22,6 +22,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     FORWARD,
     GENERATE,
     LOG,
+    NORM,
     UNUSED,
     WITHOUT_AGREEMENT,
     Branch,
@@ -129,12 +130,9 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         if made.pairs_with == BACKWARD:
             taken = [call.owner, *call.args]
             made = replace(made, modules=modules_in(mixed(taken).tags))
-        return _agree(reader, call, made).tagged(*modules_in(call.function.tags))
-    whole = reader.trained and reader.file.used_whole
-    gathers = reader.file.gathers_layers
-    why = knowledge.ON_FSDP[0] if gathers else knowledge.WEIGHTS
-    for each in filter(knowledge.LAYER_AT.match, call.function.tags if whole else ()):
-        reader.emit(Collective(call.name, each, node.lineno, why))
+        agreed = _agree(reader, call, made).tagged(*modules_in(call.function.tags))
+        return calls.as_layer(call, agreed)
+    _of_layer(reader, call)
     _handle(reader, call)
     message = message_of(call, reader.ranges)
     if message is not None:
@@ -163,6 +161,18 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     if node.args and says(call.last, knowledge.AGREES_IN_PLACE):
         reader.agree_on(node.args[0])
     return value
+
+
+def _of_layer(reader: Interpreter, call: calls.Call) -> None:
+    """What ranks do together where a layer is called, in training."""
+    file, tags, line = reader.file, call.function.tags, call.node.lineno
+    if not reader.trained:
+        return
+    if file.synced_norms and "batchnorm" in tags:
+        reader.emit(Collective(call.name, NORM, line, knowledge.OF_NORM))
+    why = knowledge.ON_FSDP[0] if file.gathers_layers else knowledge.WEIGHTS
+    for each in filter(knowledge.LAYER_AT.match, tags if file.used_whole else ()):
+        reader.emit(Collective(call.name, each, line, why))
 
 
 def _own_sizes(call: calls.Call) -> bool:

@@ -100,10 +100,14 @@ NOT_FOR_BACKWARD = "whose result is not used, so that no gradients are reduced"
 # Layers with parameters, and what is said of a call of theirs.
 LAYERS = (
     r"^torch\.nn\.\w*(Attention|Conv\dd|Embedding|GRU|LSTM|Linear|Norm\w*|Sequential"
-    r"|Transformer\w*)$"
+    r"|Transformer\w*)$|^transformers\.\w+\.from_pretrained$"
+)
+BATCH_NORM = (
+    r"^torch\.nn\.(Sync)?BatchNorm"  # what becomes one that asks all ranks, and is one
 )
 LAYER_AT = re.compile("layer at ")  # a tag: and where it is made
 WEIGHTS = "for whose gradients DDP waits"
+OF_NORM = "which gathers the statistics of its batch norm from all ranks"
 LOG_SYNCED = "which reduces over all ranks by sync_dist"
 NOT_YET = "a batch comes that is longer than what the buffer was made for, and not on all ranks"
 LISTED = "which a metric gathers from all ranks, item by item"
@@ -160,6 +164,10 @@ WRAPPERS = {
     "wrap": ("fsdp", "fsdp"),
     "initialize": ("ddp", "deepspeed"),
 }
+CONVERTING = words(
+    "compile convert_sync_batchnorm"
+)  # a module, which stays that module
+SYNCED_NORMS = words("SyncBatchNorm convert_sync_batchnorm")
 DDP = words("DistributedDataParallel DDP")
 # What a class makes, whatever it is called: as COLLECTIVES has its owner.
 MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "@trainer"}
@@ -418,8 +426,8 @@ MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 METRICS = r"^(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
-    @engine alone counted ddp even file fsdp gradient keyed lacks loader metric named next own_size
-    perhaps random rank rounded sized text
+    @engine alone batchnorm counted ddp even file fsdp gradient keyed lacks loader metric named next
+    own_size perhaps random rank rounded sized text
     """)
 
 

@@ -17,6 +17,7 @@ ENCODER = "encoder"
 FORWARD = "forward"
 GENERATE = "generate"
 LOG = "log"
+NORM = "batch norm"
 UNUSED = "forward, and no backward"
 RECEIVED = ("broadcast", "scatter")  # what one rank sends
 WITHOUT_AGREEMENT = (ENCODER, BACKWARD, FORWARD, LOG, UNUSED)

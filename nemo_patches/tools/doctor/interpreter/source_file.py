@@ -126,6 +126,7 @@ class SourceFile:
         self.gathers_layers = (
             "zero 3" in self.subjects and "set_z3_leaf_modules" not in self.mentioned
         )
+        self.synced_norms = not self.mentioned.isdisjoint(knowledge.SYNCED_NORMS)
         packages = _packages(tree)
         self.imported = packages - {""}
         if packages & knowledge.TRAINERS:
@@ -180,8 +181,10 @@ class SourceFile:
                 if name not in ("SIG_DFL", "SIG_IGN"):
                     self.signalled.add(name)
                     self.handles_alarm |= dotted(each.args[0]).endswith("ALRM")
-        # Whether DDP waits for the gradient of each parameter of a class of this file.
-        self.used_whole = False
+        # Whether DDP waits for the gradient of each parameter of a class of this file, or ZeRO
+        # gathers each for what trains it.
+        trainers = any(each.endswith("Trainer") for each in self.mentioned)
+        self.used_whole = self.gathers_layers and "trains" in self.subjects and trainers
         self.spawned = {  # functions whose first argument is the rank
             dotted(each.args[0])
             for each in nodes(tree, ast.Call)
@@ -548,14 +551,34 @@ def _fills_batches(tree: ast.Module) -> bool:
 
 
 def _lacks_fields(tree: ast.Module) -> bool:
-    """Whether what makes samples or batches of them puts None in the place of some."""
+    """Whether what makes samples or batches of them leaves out some fields of some."""
+    makers: list[ast.FunctionDef | ast.ClassDef] = [
+        *nodes(tree, ast.FunctionDef),
+        *nodes(tree, ast.ClassDef),
+    ]
     return any(
-        isinstance(chosen, ast.Constant) and chosen.value is None
-        for each in nodes(tree, ast.FunctionDef)
-        if each.name == "__getitem__" or "collate" in each.name
-        for either in nodes(each, ast.IfExp)
-        for chosen in (either.body, either.orelse)
+        _leaves_out(each)
+        for each in makers
+        if each.name == "__getitem__" or "collat" in each.name.lower()
     )
+
+
+def _leaves_out(node: ast.AST) -> bool:
+    """Whether None stands in the place of a field, or a key is set on one way alone."""
+    chosen = [
+        end for each in nodes(node, ast.IfExp) for end in (each.body, each.orelse)
+    ]
+    if any(isinstance(each, ast.Constant) and each.value is None for each in chosen):
+        return True
+    return any(_keys(each.body) != _keys(each.orelse) for each in nodes(node, ast.If))
+
+
+def _keys(body: list[ast.stmt]) -> set[str]:
+    """Of dicts, which these statements set."""
+    sets = [each for one in body for each in nodes(one, ast.Assign)]
+    targets = [target for each in sets for target in each.targets]
+    keys = [constant(each.slice) for each in targets if isinstance(each, ast.Subscript)]
+    return {each for each in keys if isinstance(each, str)}
 
 
 def _deepspeed_engines(tree: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
