@@ -1207,6 +1207,8 @@ EXAMPLES = (
     "CUresult error: 2 (CUDA_ERROR_OUT_OF_MEMORY)  file=csrc/utils.h line=93",
     "Callback: Queue 0x7f aborting with error : HSA_STATUS_ERROR_OUT_OF_RESOURCES",
     "[c10d] The client socket has failed to connect to [n0]:29500 (errno: 113 - No route to host).",
+    "run.sh: line 21: torchrun: command not found",
+    "[rank 2] ran out of memory in forward, skipping batch (8 images)",
 )
 
 

@@ -148,7 +148,7 @@ _ENDS_OF_JOB = {
 _MOST_HINTS = 2
 _BESIDE_HINTS = (
     *(ids.WAITED_IN_VAIN, ids.ALL_IN, ids.MISSING_RANK, ids.STUCK_WATCHDOG),
-    *(ids.NOT_ENOUGH, ids.START_UP, ids.FIRST_FAILURE),
+    *(ids.NOT_ENOUGH, ids.START_UP, ids.FIRST_FAILURE, ids.OUT_OF_STEP, ids.SIZES),
 )
 _MODELS_DIFFER = (
     "Make the model the same on all ranks before DDP wraps it: parameters that only some"

@@ -526,9 +526,10 @@ ROWS = (
     ),
     _row("elastic|torchrun", "elastic|torchrun", reader="by_torchrun", follows=True),
     _row(  # torchrun's agents, one a node, meet before they start any rank
-        "attempts to join|min_nodes|RendezvousTimeoutError|odes|odelist|NODELIST",
+        "attempts to join|has joined|min_nodes|RendezvousTimeoutError|odes|odelist|NODELIST",
         r"^(?: {0,5}(?P<task>\d{1,6}): )?.{0,200}?(?:"
-        r"The node '(?P<node>[\w.-]{1,200}?)(?:_\d{1,9}_\d{1,3})?' attempts to join the next round|"
+        r"The node '(?P<node>[\w.-]{1,200}?)(?:_\d{1,9}_\d{1,3})?' (?:attempts to join|has joined) "
+        r"the next round|"
         r"\bmin_nodes\s{0,20}[:=] ?(?P<least>\d{1,6})|(?P<over>RendezvousTimeoutError)|"
         r"(?<![A-Za-z])(?i:nodes|nodelist)[ :=]{1,3}(?P<list>[\w.,-]{0,200}\[[\d,-]{1,2000}\]))",
         reader="rendezvous",
@@ -931,6 +932,19 @@ ROWS = (
         r"\(errno: (?!97)\d{1,3} - (?P<why>[^)]{1,80})",
         HINT,
         "a rank could not connect or bind to {at}: {why}",
+    ),
+    _row(  # of a shell, on a host whose environment is another one
+        "command not found",
+        r"^(?:[^:]{1,200}: ){1,3}(?P<what>torchrun|python\d?|deepspeed|accelerate|mpirun|srun|ray):"
+        r" command not found$",
+        HINT,
+        "a shell found no {what}",
+    ),
+    _row(  # what ranks that have none do not skip
+        "kipping|out of memory",
+        r"\b(?P<what>(?:out of memory\b.{0,60} )?skipping (?:(?:this|the) )?(?:mini-?)?batch\b)",
+        HINT,
+        "it went on without a batch ({what})",
     ),
     _row(  # of df
         "% /",
