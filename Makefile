@@ -8,7 +8,6 @@ TORCHES ?= 2.6.0 2.15.0
 LIGHTNINGS ?= 2.5.6 2.6.0
 WRAPTS ?= 1.14.2 2.0.0
 DEMO_NEMO = 3.0.0
-ENVIRONMENTS = $(NEMO_VERSIONS:%=.venv/nemo-%/ready)
 # The last release of each series that is supported (nemo_patches/patching/admission.py); tests/test_supported.py compares.
 MATRIX = 2.1.0 2.2.1 2.3.3 2.4.1 2.5.3 2.6.2 2.7.3 3.0.0
 # A release without an environment of its own runs in this one's: only NeMo itself is older there, not what it needs.
@@ -27,7 +26,7 @@ export PIP_COMPILE = 0
 .PHONY: help demo demo-picture check test test-hosts test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning test-wrapt build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
 .PHONY: lint lint-with-torch golden clean
-.PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
+.PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/nemo .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
 	@echo "make demo       stock NeMo against NeMo with nemo_patches, on this machine's CPU"
@@ -63,15 +62,14 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 	mkdir -p docs/pictures
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
-# First what is needed most; then what does not wait, beside the checks and the rest of the installation; then the tests
-# that wait (marker "alone"), three files at a time, beside those of the wheel and of the other NeMo.
+# First what takes longest to install; then what does not wait, beside the checks; then the tests that wait (marker
+# "alone"), four files at a time, beside those of the wheel and of the other NeMo, where nemo_patches is installed then.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 STAGES = .venv/stages
 test:
-	$(MAKE) .venv/dev/ready
-	$(MAKE) -j2 .venv/nemo-$(FIRST)/ready .venv/docs/ready $(OTHERS:%=.venv/nemo-%/nemo)
-	$(MAKE) $(ENVIRONMENTS)
+	$(MAKE) -j2 $(NEMO_VERSIONS:%=.venv/nemo-%/nemo) .venv/dev/ready .venv/docs/ready
+	$(MAKE) .venv/nemo-$(FIRST)/ready
 	@rm -f $(STAGES)
 	@code=0; \
 	$(MAKE) -k -j2 stage-test-together-$(FIRST) stage-lint-with-torch stage-check-patches stage-docs || code=$$?; \
@@ -110,8 +108,8 @@ test-together-%: .venv/nemo-%/ready
 # Only these files are imported: others import NeMo, which each of the processes would do for nothing.
 WAIT = $$(grep -l mark.alone tests/test_*.py tests/*/test_*.py)
 test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that wait, three files at a time"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "alone and not (hosts or weekly)" $(WAIT)
+	@echo "== tests on NeMo $*, those that wait, four files at a time"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 4 -m "alone and not (hosts or weekly)" $(WAIT)
 
 # Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
 test-hosts: .venv/nemo-$(FIRST)/ready
@@ -289,8 +287,7 @@ endef
 	$(call install_nemo,$*)
 	@touch $@
 
-.venv/nemo-%/ready: constraints.txt pyproject.toml
-	$(call install_nemo,$*)
+.venv/nemo-%/ready: .venv/nemo-%/nemo
 	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
@@ -331,7 +328,7 @@ $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/n
 		.venv/nemo-$(if $(filter $*,$(NEMO_VERSIONS)),$*,$(MATRIX_HOST))/bin/python -m pytest -q tests/test_vendored.py
 
 # NeMo's own files only. --no-deps: what it asks for, torch above all, is the environment's.
-.venv/unpacked/nemo-%/ready: | .venv/nemo-$(MATRIX_HOST)/ready
+.venv/unpacked/nemo-%/ready: | .venv/nemo-$(MATRIX_HOST)/nemo
 	@echo "== unpacking nemo_toolkit==$* to .venv/unpacked/nemo-$*"
 	$(UNPACK) $(@D) nemo_toolkit==$*
 	@touch $@
