@@ -63,7 +63,7 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
 # First what takes longest to install; then what does not wait, beside the checks; then the tests that wait (marker
-# "alone"), four files at a time, beside those of the wheel and of the other NeMo, where nemo_patches is installed then.
+# "alone"), three files at a time, beside those of the wheel and of the other NeMo, where nemo_patches is installed then.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 STAGES = .venv/stages
@@ -108,8 +108,8 @@ test-together-%: .venv/nemo-%/ready
 # Only these files are imported: others import NeMo, which each of the processes would do for nothing.
 WAIT = $$(grep -l mark.alone tests/test_*.py tests/*/test_*.py)
 test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that wait, four files at a time"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 4 -m "alone and not (hosts or weekly)" $(WAIT)
+	@echo "== tests on NeMo $*, those that wait, three files at a time"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "alone and not (hosts or weekly)" $(WAIT)
 
 # Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
 test-hosts: .venv/nemo-$(FIRST)/ready

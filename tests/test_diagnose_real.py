@@ -77,10 +77,16 @@ class Place:
         wait_until(self.go_on.exists)
 
 
-def missing_for(way: Callable[[Path], None]) -> Callable[[Place], None]:
+def missing_for(
+    way: Callable[[Path], None], *, says: bool = False
+) -> Callable[[Place], None]:
+    """says: when it is where it waits, for which the other ranks wait."""
+
     def scenario(place: Place) -> None:
         if place.is_odd:
             way(place.go_on)
+        elif says:
+            wait_until(place.go_on.with_suffix(".waits").exists)
         place.run()
 
     return scenario
@@ -176,8 +182,8 @@ def healthy(place: Place) -> None:
 
 
 HANGS: dict[str, Callable[[Place], None]] = {
-    "loader": missing_for(lambda go_on: first_batch(go_on, 0)),
-    "workers": missing_for(lambda go_on: first_batch(go_on, 2)),
+    "loader": missing_for(lambda go_on: first_batch(go_on, 0), says=True),
+    "workers": missing_for(lambda go_on: first_batch(go_on, 2), says=True),
     "loop": missing_for(endless_loop),
     "gil": missing_for(hold_the_gil),
     "stopped": stopped,
