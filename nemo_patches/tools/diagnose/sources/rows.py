@@ -934,17 +934,19 @@ ROWS = (
         "a rank could not connect or bind to {at}: {why}",
     ),
     _row(  # of a shell, on a host whose environment is another one
-        "command not found",
-        r"^(?:[^:]{1,200}: ){1,3}(?P<what>torchrun|python\d?|deepspeed|accelerate|mpirun|srun|ray):"
-        r" command not found$",
+        "not found",
+        r"^(?=.*\bnot found\b)(?:[^:]{1,200}: ){1,4}"
+        r"(?P<what>torchrun|python[\d.]{0,4}|deepspeed|accelerate|mpirun|srun|ray)"
+        r"(?:: (?:command )?not found)?$",
         HINT,
         "a shell found no {what}",
     ),
     _row(  # what ranks that have none do not skip
-        "kipping|out of memory",
-        r"\b(?P<what>(?:out of memory\b.{0,60} )?skipping (?:(?:this|the) )?(?:mini-?)?batch\b)",
+        "kipping|kipped",
+        r"\b(?P<what>(?:out of memory\b.{0,60} )?"
+        r"[Ss]kipp(?:ing|ed) (?:(?:this|the|a) )?(?:mini-?)?batch\b)",
         HINT,
-        "it went on without a batch ({what})",
+        "a rank went on without a batch ({what})",
     ),
     _row(  # of df
         "% /",

@@ -217,7 +217,7 @@ def summary(
     own: Mapping[str, Abstract],
 ) -> Interpreter:
     """Each is read once for what it is given."""
-    context = reader.apart, reader.trained, reader.joined
+    context = reader.apart, reader.trained, reader.joined, reader.unsynced
     key = called, tuple(given.items()), tuple(own.items()), context
     if key not in reader.file.summaries:
         reader.file.summaries[key] = reader.read(called, given, own)

@@ -403,6 +403,7 @@ class Interpreter:
         inner = Interpreter(self.visitors, self.file, called, env, self.depth + 1)
         inner.apart = self.apart
         inner.joined |= self.joined
+        inner.unsynced = self.unsynced
         inner.trained = self.trained and not evaluates(called)
         self.file.being_read.append(called)
         inner.block(called.node.body)

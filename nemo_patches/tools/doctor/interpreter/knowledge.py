@@ -100,11 +100,11 @@ NOT_FOR_BACKWARD = "whose result is not used, so that no gradients are reduced"
 # Layers with parameters, and what is said of a call of theirs.
 LAYERS = (
     r"^torch\.nn\.\w*(Attention|Conv\dd|Embedding|GRU|LSTM|Linear|Norm\w*|Sequential"
-    r"|Transformer\w*)$|^transformers\.\w+\.from_pretrained$"
+    r"|Transformer\w*)$|"
+    r"^transformers\.(?!\w*(?:Config|Extractor|Processor|Tokenizer))\w+\.from_pretrained$"
 )
-BATCH_NORM = (
-    r"^torch\.nn\.(Sync)?BatchNorm"  # what becomes one that asks all ranks, and is one
-)
+# What becomes one that asks all ranks, and is one.
+BATCH_NORM = r"^torch\.nn\.(Sync)?BatchNorm"
 LAYER_AT = re.compile("layer at ")  # a tag: and where it is made
 WEIGHTS = "for whose gradients DDP waits"
 OF_NORM = "which gathers the statistics of its batch norm from all ranks"
@@ -164,9 +164,8 @@ WRAPPERS = {
     "wrap": ("fsdp", "fsdp"),
     "initialize": ("ddp", "deepspeed"),
 }
-CONVERTING = words(
-    "compile convert_sync_batchnorm"
-)  # a module, which stays that module
+# What a module stays that module through.
+CONVERTING = words("compile convert_sync_batchnorm")
 SYNCED_NORMS = words("SyncBatchNorm convert_sync_batchnorm")
 DDP = words("DistributedDataParallel DDP")
 # What a class makes, whatever it is called: as COLLECTIVES has its owner.
